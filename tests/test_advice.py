@@ -354,9 +354,9 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
         lambda net, x: changed_view(net, x, (1, 1)),
     ),
     "buffer of an opaque region": Row(
-        r"update buffers outside of it, or leave opaque=True away", counting_in_a_region, counting_before_a_region
+        r"update buffers outside of it, or remove opaque=True", counting_in_a_region, counting_before_a_region
     ),
-    "buffer of an opaque region, in the open": Row(r"leave opaque=True away", counting_in_a_region, counting),
+    "buffer of an opaque region, in the open": Row(r"remove opaque=True", counting_in_a_region, counting),
     "complex parameter": Row(
         r"torch\.complex\(real, imaginary\)",
         lambda net, x: torch.view_as_real(net.linear(x) * net.phase).sum(-1),
@@ -377,7 +377,7 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
         build=(add_embedding(True), add_embedding(False)),
     ),
     "function in an opaque region": Row(
-        r"leave opaque=True away",
+        r"remove opaque=True",
         opaque(lambda net, x: Halved.apply(net.linear(x))),
         lambda net, x: Halved.apply(net.linear(x)),
     ),

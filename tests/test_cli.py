@@ -215,7 +215,7 @@ def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("directives", "mesh", "words"),
     [
-        ("[piper.partition(2), piper.place(where(stage=0), dict(pp=0))]", "pp=2", ["placed nowhere", "layer1"]),
+        ("[piper.partition(2), piper.place(where(stage=0), dict(pp=0))]", "pp=2", ["is not placed", "layer1"]),
         (
             "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=(0, 1)), dict(pp=1))]",
             "pp=2",

@@ -76,7 +76,7 @@ def test_a_cluster_has_so_many_devices_as_machines_have(recipe: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("microbatches", "says"),
-    [(16, "8 rows does not divide into 16 microbatches"), (10**12, "microbatches of them are accepted")],
+    [(16, "8 rows does not divide into 16 microbatches"), (10**12, "nodes in each microbatch; use at most")],
 )
 def test_more_microbatches_than_rows_are_refused(recipe: Path, microbatches: int, says: str) -> None:
     recipe.write_text(RECIPE + f"strategy = piper.Strategy(piper.Mesh(), [piper.split(where(), {microbatches})])\n")
@@ -87,7 +87,7 @@ def test_without_a_batch_the_nodes_of_the_graph_are_counted() -> None:
     program = synthetic(stages=2, F=1, I=1, W=1)
     most = MOST_NODES // 4
     strategy = piper.Strategy(piper.Mesh(), [piper.split(piper.where(), most + 1)])
-    with pytest.raises(ValueError, match=rf"4 nodes in each microbatch; at most {most} .*\[split condition 5\]"):
+    with pytest.raises(ValueError, match=rf"4 nodes in each microbatch; use at most {most} .*\[split condition 5\]"):
         piper.compile(program, strategy)
 
 

@@ -122,13 +122,13 @@ def unregistered_kernel(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(torch.tensor(numpy.frompyfunc(abs, 1, 1)(x.numpy())))
 
 
-@refused(r"coordinate recompute=True is not a non-negative integer; .* the one option is opaque=True")
+@refused(r"coordinate recompute=True is not a non-negative integer; .* and the option opaque=True")
 def option_of_region(linear: nn.Linear, x: Tensor) -> Tensor:
     with region(recompute=True):
         return linear(x)
 
 
-@refused(r"opaque=2; the one value is True")
+@refused(r"opaque=2; write opaque=True")
 def odd_opaque(linear: nn.Linear, x: Tensor) -> Tensor:
     with region(opaque=2):  # type: ignore[arg-type]  # on purpose
         return linear(x)
@@ -150,7 +150,7 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-@refused(r"torch.autograd.Function.* cannot stand in an opaque region")
+@refused(r"torch.autograd.Function.* is not accepted in an opaque region")
 def function_in_an_opaque_region(linear: nn.Linear, x: Tensor) -> Tensor:
     with region(opaque=True):
         return Doubled.apply(linear(x))

@@ -346,5 +346,5 @@ def test_regions_of_the_users_own_that_torch_would_merge_are_refused(monkeypatch
     made = [Layer() for _ in range(LAYERS - 1)]
     for layer in made:
         layer.part = Own(odd=False)
-    with pytest.raises(CaptureError, match=r"cannot be captured: .*; leave torch.compiler.nested_compile_region out"):
+    with pytest.raises(CaptureError, match=r"cannot be captured: .*; remove torch.compiler.nested_compile_region"):
         pieces(lambda: Model(made))

@@ -104,7 +104,7 @@ class TestPartition:
         refused(3, partition(stages=2), program=bare, says="piper.region(stage=...)")
 
     def test_4_agrees_with_tags(self) -> None:
-        refused(4, partition(stages=2), program=synthetic(stages=3, F=1, I=1, W=1), says="partition(stages=3) agrees")
+        refused(4, partition(stages=2), program=synthetic(stages=3, F=1, I=1, W=1), says="use partition(stages=3)")
         refused(4, partition(stages=2), program=stages(0, 2, 2, 2), says="tagged with stages [0, 2]")
         refused(4, partition(stages=2), program=stages(0, None, 1, 1), says="stage1.F has none")
         assert applied(partition(stages=2), program=stages(0, 0, 1, 1)).coordinates()["stage"] == [0, 1]
@@ -116,7 +116,7 @@ class TestPartition:
 
 class TestSplit:
     def test_1_at_least_one(self) -> None:
-        refused(1, split(where(), microbatches=0), says="at least one microbatch")
+        refused(1, split(where(), microbatches=0), says="microbatches is 0; an integer of at least 1")
 
     def test_2_once(self) -> None:
         refused(2, split(where(), microbatches=2), split(where(), microbatches=1), says="split into 1 microbatches already")
@@ -129,7 +129,7 @@ class TestSplit:
 
     def test_5_so_many_nodes(self) -> None:
         most = MOST_NODES // 8
-        refused(5, split(where(), microbatches=most + 1), says=f"8 nodes in each microbatch; at most {most} microbatches")
+        refused(5, split(where(), microbatches=most + 1), says=f"8 nodes in each microbatch; use at most {most} microbatches")
 
 
 class TestPlace:
@@ -142,7 +142,7 @@ class TestPlace:
         refused(
             1, place(where(stage=0), on=dict(stage=0)), *self.first, says="unknown axis 'stage'; the axes are cp, dp, ep, pp, tp"
         )
-        refused(1, place(where(stage=0), on={}), *self.first, says="give at least one axis")
+        refused(1, place(where(stage=0), on={}), *self.first, says="names no axis; give at least one")
 
     def test_1_a_degree_of_one_is_no_error(self) -> None:
         lowered = compile_program(layered(4), Strategy(Mesh(), (partition(stages=1), place(where(stage=0), on=dict(pp=0)))))
@@ -198,7 +198,7 @@ class TestReplicate:
 
     def test_5_sizes_and_levels(self) -> None:
         refused(5, replicate(where(), bucket_mb=0), says="bucket_mb must be positive")
-        refused(5, replicate(where(), zero=1), says="only zero=0 exists")
+        refused(5, replicate(where(), zero=1), says="use zero=0")
 
     def test_6_stream(self) -> None:
         refused(6, replicate(where(), reduce="compute"), says="the stream 'compute' is for compute")

@@ -142,11 +142,11 @@ def changed(text: str, old: str, new: str) -> str:
 
 
 FAULTS: dict[str, tuple[str, str]] = {
-    "no action": (changed(SERIAL, "1B0", "1X0"), r"row 2 \(device 1\), cell 2: '1X0' is no action; accepted are 2F0"),
-    "the old name of B": (changed(SERIAL, "1B0", "1BW0"), "'1BW0' is no action"),
-    "no microbatch": (changed(SERIAL, "0F1", "0F"), "'0F' is no action"),
+    "no action": (changed(SERIAL, "1B0", "1X0"), r"row 2 \(device 1\), cell 2: '1X0' is not an action; accepted are 2F0"),
+    "the old name of B": (changed(SERIAL, "1B0", "1BW0"), "'1BW0' is not an action"),
+    "no microbatch": (changed(SERIAL, "0F1", "0F"), "'0F' is not an action"),
     "two forwards": ("0F0,(0F1;0F2)OVERLAP_F_B\n", r"holds one forward and then one backward, not 0F1; 0F2"),
-    "an empty pair": ("()OVERLAP_F_B\n", "is no action"),
+    "an empty pair": ("()OVERLAP_F_B\n", "is not an action"),
     "empty": ("", "the table is empty"),
     "an empty line": (SERIAL + "\n", r"row 3 \(device 2\), cell 1: device 2 computes nothing; .* remove an empty line"),
     "twice": (changed(SERIAL, "0F1", "0F0"), r"row 1 \(device 0\), cell 2: 0F0 stands in cell 1 of this row already"),
@@ -183,8 +183,11 @@ FAULTS: dict[str, tuple[str, str]] = {
         changed(LOWERED, "1UNSHARD,1RECV_F0,1F0", "1RECV_F0,1F0,1UNSHARD"),
         "1F0 computes with parameters",
     ),
-    "gathered twice": (changed(LOWERED, "0F0,", "0UNSHARD,0F0,"), "0UNSHARD gathers parameters that are whole already"),
-    "given up twice": (changed(LOWERED, "0RESHARD", "0RESHARD,0RESHARD"), "0RESHARD gives up parameters that no UNSHARD"),
+    "gathered twice": (
+        changed(LOWERED, "0F0,", "0UNSHARD,0F0,"),
+        "0UNSHARD gathers parameters that are gathered already; remove it",
+    ),
+    "given up twice": (changed(LOWERED, "0RESHARD", "0RESHARD,0RESHARD"), "0RESHARD frees parameters that no UNSHARD"),
     "an early reduction": (changed(LOWERED, "0B1,0REDUCE_GRAD", "0REDUCE_GRAD,0B1"), "stands before the last backward"),
     "reduced twice": (changed(LOWERED, "0RESHARD", "0REDUCE_GRAD,0RESHARD"), "reduces gradients that cell 10 has"),
     "one without reduction": (changed(LOWERED, "1REDUCE_GRAD,", ""), "stage 1 has no REDUCE_GRAD after this"),
@@ -209,7 +212,7 @@ def test_an_error_shows_the_table_with_an_arrow(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         read_schedule_csv(path)
     head, *table = str(caught.value).splitlines()
-    assert head.startswith(f"{path}: row 2 (device 1), cell 4: '(1F1;1X0)OVERLAP_F_B' is no action")
+    assert head.startswith(f"{path}: row 2 (device 1), cell 4: '(1F1;1X0)OVERLAP_F_B' is not an action")
     assert table == [
         "",
         "          cell 1  cell 2  cell 3  cell 4                cell 5  cell 6  cell 7",

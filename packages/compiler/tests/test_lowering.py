@@ -61,12 +61,12 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
         (
             (*STAGES, place(where(stage=0), on=dict(pp=0))),
             dict(pp=2),
-            "stage2.F@0 (of 8 such nodes) is placed nowhere, while others",
+            "stage2.F@0 (of 8 such nodes) is not placed, but others",
         ),
         (
             (*STAGES, place(where(stage=0), on=dict(pp=0)), place(where(stage=1, mb=0), on=dict(pp=1))),
             dict(pp=2),
-            "stage2.F@1 (of 4 such nodes) is placed nowhere",
+            "stage2.F@1 (of 4 such nodes) is not placed",
         ),
         (STAGES, dict(pp=2), "the mesh has pp=2 but no directive uses pp; place on it, replicate over it, or take it out"),
         (recipes.gpipe(pp=2, microbatches=2), dict(pp=2, dp=2), "the mesh has dp=2 but no directive uses dp"),
@@ -76,7 +76,11 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
             dict(pp=3, dp=2),
             "nothing is placed on rank 4 (dp=0, pp=2) of Mesh(pp=3, dp=2); place a stage there or make the mesh smaller",
         ),
-        ((replicate(where(layer=(0, 1))),), dict(dp=2), "stage2 is not replicated at all. One device cannot be reproduced"),
+        (
+            (replicate(where(layer=(0, 1))),),
+            dict(dp=2),
+            "stage2 is not replicated at all. The result would differ from one device",
+        ),
     ],
 )
 def test_incomplete_strategies(directives: tuple[Directive, ...], mesh: dict[str, int], says: str) -> None:

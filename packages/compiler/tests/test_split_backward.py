@@ -61,7 +61,7 @@ def steps(plan: Plan, role: int) -> list[str]:
     ("condition", "directives", "says"),
     [
         (1, (*FIRST, split_backward(where(phase="F"))), "is no backward"),
-        (2, (*FIRST, split_backward(where()), split_backward(where(stage=0))), "is of a backward that is split already"),
+        (2, (*FIRST, split_backward(where()), split_backward(where(stage=0))), "belongs to a backward that is split already"),
         (3, (*FIRST, order(where(mb=0), where(mb=1)), split_backward(where())), "is ordered already (order(where(mb=0)"),
     ],
 )

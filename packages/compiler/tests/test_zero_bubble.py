@@ -290,7 +290,7 @@ def test_a_limit_per_device() -> None:
         (dict(W=-1), "W=-1.: every value must be a finite number that is not negative"),
         (dict(hop=inf), "hop=inf.: every value must be a finite number"),
         (dict(memory_limit=(3, 3, 3)), r"memory_limit=...\): 3 values for 2 devices"),
-        (dict(chunks=3), "chunks=3.: 1, or 2 for the V placement"),
+        (dict(chunks=3), "chunks=3.: chunks must be 1, or 2 for the V placement"),
         (dict(activation=1, kept_after_I=2), "stage 0 keeps 2 after I and 1 before it"),
         (dict(pp=0), "zero_bubble.pp=0, microbatches=4.: both must be integers of at least 1"),
     ],

@@ -80,9 +80,11 @@ def tune(
         global_batch: With a Program only, as in `compile`.
         model: The cost model, as in `simulate`.
 
-    TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
-    mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit
-    that fits one. The `study` of both holds the results.
+    Raises:
+        TuneError: for arguments, for the storage, or for a space that contradicts itself.
+        SearchError: a TuneError: the storage failed in mid-search. Its `study` holds the results.
+        NothingFoundError: a SearchError: no candidate can be used. The message says why, or names the smallest limit
+            that fits one.
     """
     from piper_runtime.launch import check_launcher, check_startable
 

@@ -70,7 +70,7 @@ class Law:
         return self.rounds * (n - 1) / n
 
     def written(self, read: TensorSpec, n: int) -> TensorSpec:
-        """Return what n members get when each gives `read`; PlanError when the first dimension does not divide."""
+        """Return what n members get when each gives `read`; raise PlanError if the first dimension does not divide."""
         if self.result == "sum" and read.dtype not in SUMMED_DTYPES:
             raise PlanError(f"{self.name} adds {', '.join(SUMMED_DTYPES)}; {read.dtype} is none of them")
         if not self.blocks:

@@ -196,7 +196,7 @@ class _Parser:
         id, category, spec = words.next("the value's id"), words.next("its category"), words.next("its dtype[shape]")
         match = _SPEC.match(spec)
         if match is None:
-            raise FormatError(f"{spec} is no dtype[shape], such as float32[2,8]")
+            raise FormatError(f"{spec} is not a dtype[shape], such as float32[2,8]")
         shape = decode(tuple[Dim, ...], _load(match[2]), "shape")
         value = Value(id, TensorSpec(shape, match[1]), decode(Category, category, "category"))
         key = words.next("") if words.more() else id
@@ -326,7 +326,7 @@ def _clauses(words: _Words, options: tuple[str, ...]) -> dict[str, tuple[str, ..
 def _wait(word: str) -> tuple[str, int]:
     stream, mark, count = word.rpartition("#")
     if not mark:
-        raise FormatError(f"{word} is no wait; stream#count is expected, such as compute#3")
+        raise FormatError(f"{word} is not a wait; stream#count is expected, such as compute#3")
     return stream, _int(count, f"a number of instructions of {stream}")
 
 

@@ -112,12 +112,12 @@ def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
         made = traced.steps[step]
         if (signature.reads, signature.writes, signature.accumulates) != (made.reads, made.writes, made.accumulates):
             raise CaptureError(
-                f"a chunk's step {step} reads {made.reads} and writes {made.writes} at {rows} rows, while the program, from "
-                f"fewer rows, says {signature.reads} and {signature.writes}; code must not depend on the number of rows"
+                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} rows, but reads {signature.reads} "
+                f"and writes {signature.writes} at fewer rows; write the model so that its operations do not depend on the rows"
             )
     for port, spec in planned.ports.items():
         if spec != traced.ports[port]:
-            raise CaptureError(f"{port} of a chunk is {traced.ports[port]} at {rows} rows, while the program says {spec}")
+            raise CaptureError(f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} is expected from fewer rows")
 
 
 @dataclass(frozen=True)

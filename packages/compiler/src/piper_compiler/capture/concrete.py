@@ -46,8 +46,8 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
         return _torch.size_at(node.meta["example_value"], rows)
     except LookupError as error:
         raise CaptureError(
-            f"{line_of(node)}: a size or Python number that depends on values of tensors ({error}); sizes may depend on the rows "
-            "only: use operations with static shapes, such as torch.where or masks"
+            f"{line_of(node)}: a size or Python number depends on values of tensors ({error}); sizes may depend on the number of "
+            "rows only: use operations with static shapes, such as torch.where or masks"
         ) from error
 
 

@@ -176,7 +176,7 @@ def cut(forward: Forward) -> Cut:
     bound = [n for n in live if n not in free]
     regions = assign(bound, own_coords(forward, bound), facts)
     if not regions:
-        raise CaptureError("the model computes nothing from its batch")
+        raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
     return Cut(forward, ops, facts, frozenset(free), tuple(_Wiring(forward, facts, free, regions).pieces()))
 
 
@@ -203,12 +203,13 @@ class _Wiring:
             for node in changed:
                 if provider[node].kind == "param":
                     raise CaptureError(
-                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in forward"
+                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in forward; "
+                        "keep values that change in a buffer (register_buffer)"
                     )
                 if provider[node].kind == "buffer" and piece.opaque:
                     raise CaptureError(
                         f"{self._writer(region, node)}: an opaque region changes buffer {provider[node].name!r} in place; update "
-                        "buffers outside of it, or leave opaque=True away"
+                        "buffers outside of it, or remove opaque=True"
                     )
                 (piece.changed_buffers.append if provider[node].kind == "buffer" else piece.copied.append)(node)
             piece.snapshots = [

@@ -195,7 +195,7 @@ class _Calls:
         result = _run(recorder, self.model, self.loss, self.inputs, self.targets)
         gm = recorder.module
         if gm is None:
-            raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
+            raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
             replace_portable(gm, lambda node: is_opaque(node, modules))
@@ -286,8 +286,8 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             raise recorder.problem or as_capture_error(error, __file__, flatten_batch(inputs, targets)) from error
         except NotFlat as error:
             raise CaptureError(
-                f"a nested compile region of the model's cannot be captured: {error}; leave torch.compiler.nested_compile_region "
-                "out, or use it only around code that calls no other region"
+                f"a nested compile region of the model's cannot be captured: {error}; remove torch.compiler.nested_compile_region"
+                ", or use it only around code that calls no other region"
             ) from error
 
 
@@ -306,8 +306,8 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
         return None
     lines = [g.line for g in _torch.row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
     return CaptureError(
-        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; the "
-        f"first dimension must stay free, for Piper chooses the rows of a microbatch (capture used {EXAMPLE_ROWS})"
+        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
+        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS})"
     )
 
 
@@ -331,7 +331,9 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorde
         if name in before and tensor is not before[name]:
             node = recorder.node_of(tensor)
             if node is None:
-                raise CaptureError(f"buffer {name!r} is replaced in forward by a tensor that is not computed there")
+                raise CaptureError(
+                    f"buffer {name!r} is replaced in forward by a tensor from elsewhere; assign one that forward computes"
+                )
             old = before[name]
             if tensor.shape != old.shape or tensor.dtype != old.dtype:
                 raise CaptureError(

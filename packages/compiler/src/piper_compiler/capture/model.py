@@ -84,13 +84,13 @@ def _check(model: nn.Module) -> None:
             )
         if p._backward_hooks:
             raise CaptureError(
-                f"parameter {name!r} has a hook on its gradient, which a plan would not run. Do in forward what it does to "
-                "gradients: use Function.apply(parameter) of a torch.autograd.Function whose backward is the hook"
+                f"parameter {name!r} has a hook on its gradient, which a plan would not run. To change a gradient, write "
+                "a torch.autograd.Function whose backward is the hook, and use its Function.apply(parameter) in forward"
             )
         if getattr(p, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
-                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would not run. What changes "
-                "accumulated gradients belongs to the optimizer: Job(optimizer=...), and Job(clip_norm=...) to clip"
+                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would not run. Change "
+                "accumulated gradients in the optimizer, Job(optimizer=...), and clip them with Job(clip_norm=...)"
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

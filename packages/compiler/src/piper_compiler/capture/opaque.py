@@ -89,7 +89,7 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
             if str(node.target) not in given:
                 raise CaptureError(
                     f"{line_of(node)}: a function that is traced by itself (torch.autograd.Function, checkpoint, control flow) "
-                    "cannot stand in an opaque region; register it with torch.library, or leave opaque=True away"
+                    "is not accepted in an opaque region; register it with torch.library, or remove opaque=True"
                 )
             env[node] = given[str(node.target)]
         elif node.op != "placeholder":

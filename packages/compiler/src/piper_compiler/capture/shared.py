@@ -86,6 +86,6 @@ def check_shared(model: nn.Module, trainable: Collection[str], changed: Collecti
         how = "is trained" if writer in trainable else "is changed in forward"
         raise CaptureError(
             f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and {writer!r} {how}: on one device "
-            f"{other!r} changes with it, a plan keeps each by itself. Give both names the same object (`b.weight = a.weight` "
+            f"{other!r} changes, too, but a plan keeps the two apart. Give both names the same object (`b.weight = a.weight` "
             "ties parameters), make the view in forward, or copy it in the constructor: .clone()"
         )

@@ -48,7 +48,7 @@ def check_steady(first: Forward) -> None:
 
 
 def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
-    """Say where forward changes what. `kept` names the changed tensors that the next call reads."""
+    """Return a text with the line and the names that forward changes; `kept` are those that the next call reads."""
     holders = [c for c in changes if any(_holds(c.name, k) for k in kept)]
     shown = holders or list(changes)
     names = [k for k in kept if holders] or dict.fromkeys(c.name for c in shown)

@@ -104,12 +104,12 @@ def check_coordinate(name: str, value: object, where: str) -> None:
         raise CaptureError(f"{where}: coordinate name {name!r} is not an identifier")
     if name == OPAQUE:
         if value is not True and value != 1:
-            raise CaptureError(f"{where}: opaque={value!r}; the one value is True, and what is not opaque is left without it")
+            raise CaptureError(f"{where}: opaque={value!r}; write opaque=True, or leave opaque out")
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CaptureError(
-            f"{where}: coordinate {name}={value!r} is not a non-negative integer; what region and tag are given are coordinates, "
-            "each a name of your choice and an integer, such as stage=0; the one option is opaque=True"
+            f"{where}: coordinate {name}={value!r} is not a non-negative integer; region and tag take coordinates, each a name "
+            "of your choice with an integer, such as stage=0, and the option opaque=True"
         )
 
 

@@ -71,7 +71,7 @@ class Partition:
         if without:
             raise fail(self, 4, f"some regions have a stage already but {without[0]} has none; tag all regions or none")
         if present != list(range(self.stages)):
-            raise fail(self, 4, f"the model is tagged with stages {present}; partition(stages={len(present)}) agrees with that")
+            raise fail(self, 4, f"the model is tagged with stages {present}; use partition(stages={len(present)})")
         if self.at != "even":
             raise fail(self, 4, f"the model is tagged with stages, so at={self.at!r} would have no effect; leave it out")
 

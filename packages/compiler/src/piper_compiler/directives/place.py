@@ -85,7 +85,7 @@ class Place:
 
     def _check_axes(self, graph: Graph) -> None:
         if not self.on:
-            raise fail(self, 1, "on={} says nothing; give at least one axis, e.g. on=dict(pp=0)")
+            raise fail(self, 1, "on={} names no axis; give at least one, e.g. on=dict(pp=0)")
         for axis, at in self.on:
             if axis not in AXES:
                 raise fail(self, 1, f"unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")

@@ -56,7 +56,7 @@ class Replicate:
         if not self.over or unknown:
             raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
         if self.zero != 0:
-            raise fail(self, 5, f"zero={self.zero}: only zero=0 exists in this version")
+            raise fail(self, 5, f"zero={self.zero} is not available yet; use zero=0")
         if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:
             raise fail(self, 5, f"bucket_mb must be positive and finite; it is {self.bucket_mb!r}")
         if self.reduce == COMPUTE:

@@ -35,9 +35,9 @@ class Split:
 
     def check(self, graph: Graph) -> None:
         if type(self.microbatches) is not int or self.microbatches < 1:
-            raise fail(self, 1, "an integer of at least one microbatch is needed")
+            raise fail(self, 1, f"microbatches is {self.microbatches!r}; an integer of at least 1 is needed")
         if graph.microbatches:
-            raise fail(self, 2, f"the batch is split into {graph.microbatches} microbatches already")
+            raise fail(self, 2, f"the batch is split into {graph.microbatches} microbatches already; use one split")
         if graph.roles:
             raise fail(self, 4, "nodes are placed already; write split before place")
         selected = compute_nodes(self, graph, self.selection)
@@ -46,7 +46,7 @@ class Split:
             raise fail(self, 3, f"{len(selected)} of {everything} nodes are selected; use where() to select all")
         if everything * self.microbatches > MOST_NODES:
             least = most(MOST_NODES, everything)
-            raise fail(self, 5, f"{everything} nodes in each microbatch; at most {least} microbatches of them are accepted")
+            raise fail(self, 5, f"the graph has {everything} nodes in each microbatch; use at most {least} microbatches")
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""

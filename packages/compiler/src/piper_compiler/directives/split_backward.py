@@ -40,7 +40,7 @@ class SplitBackward:
         nodes = compute_nodes(self, graph, self.selection)
         split = [n for n in nodes if n.coords["phase"] in BACKWARD]
         if split:
-            raise fail(self, 2, f"{names(graph, split)} is of a backward that is split already")
+            raise fail(self, 2, f"{names(graph, split)} belongs to a backward that is split already; select each once")
         backwards = [n for n in nodes if n.coords["phase"] == "B"]
         if not backwards and any(signatures(graph.program.chunk(str(n.coords["chunk"])), "B") for n in nodes):
             raise fail(self, 1, f"{names(graph, nodes)} is no backward; select phase='B', or leave phase out")

@@ -122,7 +122,7 @@ def _check_complete(facts: TableFacts) -> None:
     """Check that stages and microbatches count from 0, and each pair of them has a forward and a backward."""
     actions = [e for e in facts.at if isinstance(e, Action)]
     if not actions:
-        raise CellFault(0, 0, "the table is empty; a schedule computes something")
+        raise CellFault(0, 0, "the table is empty; a schedule needs at least one action")
     for name, plural, number in (("stage", "stages", _stage), ("microbatch", "microbatches", _microbatch)):
         numbers = {number(a) for a in actions}
         if len(numbers) <= max(numbers):
@@ -132,7 +132,7 @@ def _check_complete(facts: TableFacts) -> None:
     computed = {a.stage for a in actions}
     for event, place in facts.at.items():
         if event.stage not in computed or event.mb >= facts.microbatches:
-            raise CellFault(*place, f"{event} belongs to a stage or microbatch that computes nothing")
+            raise CellFault(*place, f"{event} belongs to a stage or microbatch without actions; remove it")
     for stage, row in facts.home.items():
         for mb in range(facts.microbatches):
             has = {p for p in PHASES if Action(stage, p, mb) in facts.at}
@@ -181,7 +181,7 @@ def _check_transfers(facts: TableFacts) -> None:
     for event, place in facts.at.items():
         if isinstance(event, CommCell) and event not in needed:
             raise CellFault(
-                *place, f"{event} carries nothing that another device needs: its reader is on this device, or there is none"
+                *place, f"{event} carries nothing that another device needs; remove it (its reader is here, or there is none)"
             )
 
 
@@ -211,11 +211,11 @@ def _check_parameters(rows: Rows) -> None:
                     raise CellFault(r, c, f"{event} computes with parameters that are not gathered here; UNSHARD comes first")
             elif event.kind == "UNSHARD":
                 if event.stage in whole:
-                    raise CellFault(r, c, f"{event} gathers parameters that are whole already")
+                    raise CellFault(r, c, f"{event} gathers parameters that are gathered already; remove it")
                 whole.add(event.stage)
             elif event.kind == "RESHARD":
                 if event.stage not in whole:
-                    raise CellFault(r, c, f"{event} gives up parameters that no UNSHARD has gathered")
+                    raise CellFault(r, c, f"{event} frees parameters that no UNSHARD has gathered; remove it")
                 whole.remove(event.stage)
 
 
@@ -228,7 +228,7 @@ def _check_reductions(rows: Rows, facts: TableFacts) -> None:
             if isinstance(event, CommCell) and event.kind == "REDUCE_GRAD":
                 if event.stage in reduced:
                     raise CellFault(
-                        r, c, f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has reduced already"
+                        r, c, f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has reduced already; remove it"
                     )
                 if (r, c) < last[event.stage]:
                     raise CellFault(r, c, f"{event} stands before the last backward of stage {event.stage}")

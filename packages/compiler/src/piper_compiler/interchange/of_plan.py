@@ -104,7 +104,7 @@ class _Row:
         if len(slot) > 1 and [a.phase == "F" for a in slot] != [True, False]:
             names = ", ".join(map(str, slot))
             raise FormatError(
-                f"{self.role.role} computes {names} in pieces that alternate; the format knows whole stages, and pairs of one "
+                f"{self.role.role} computes {names} in alternating pieces; the format has only whole stages, and pairs of one "
                 "forward and one backward"
             )
         return slot
@@ -139,8 +139,8 @@ class _Row:
         target = source + 1 if forward else source - 1
         if not sends and self.readers.get(value, {target}) != {target}:
             raise FormatError(
-                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the format knows transfers to "
-                "neighbouring stages only. Write the compute-only table"
+                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the format has only transfers to "
+                "neighbouring stages. Write the compute-only table"
             )
         if sends:
             return CommCell(source, "SEND_F" if forward else "SEND_B", part.mb)

@@ -71,7 +71,7 @@ def parse_cell(text: str) -> Cell:
             slot = tuple(_action(m) for m in members if m)
             check_pair(slot)
             return slot
-    raise ValueError(f"{text!r} is no action; accepted are {ACCEPTED}")
+    raise ValueError(f"{text!r} is not an action; accepted are {ACCEPTED}")
 
 
 def _action(found: re.Match[str]) -> Action:

@@ -51,7 +51,7 @@ def _place_rest(graph: Graph) -> Graph:
         compute = [n for n in unplaced if isinstance(n.op, Compute)] or unplaced
         count = sum(len(n.each) for n in compute)
         raise CompileError(
-            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is placed nowhere, while others are placed on "
+            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is not placed, but others are placed on "
             f"{', '.join(graph.roles)}; "
             "add a place directive that selects it"
         )
@@ -73,7 +73,7 @@ def _check_axes(graph: Graph) -> None:
         raise CompileError(
             f"chunks are replicated differently: {sorted(overs)}"
             + (f"; {some[0]} is not replicated at all" if some else "")
-            + ". One device cannot be reproduced then; replicate all chunks over the same axes"
+            + ". The result would differ from one device; replicate all chunks over the same axes"
         )
     over = set(next(iter(overs)))
     for axis in graph.mesh.axes:

@@ -34,8 +34,8 @@ def interleaved(
     check_numbers("interleaved", pp=pp, microbatches=microbatches, chunks=chunks, group=size)
     if size < pp:
         raise DirectiveError(
-            f"interleaved(pp={pp}, group={group}): a group smaller than pp leaves the first device without work before the last "
-            f"has passed the group on; use group={pp} or more"
+            f"interleaved(pp={pp}, group={group}): with a group smaller than pp the first device would be idle until the "
+            f"last one is done with the group; use group={pp} or more"
         )
     return scheduled(interleaved_orders(pp, microbatches, chunks, size), microbatches=microbatches, at=at)
 

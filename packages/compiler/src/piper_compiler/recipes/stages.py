@@ -26,8 +26,8 @@ def check_numbers(name: str, **given: int) -> None:
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
         most = max(1, MOST_NODES * given.get("microbatches", 1) // forwards)
         raise DirectiveError(
-            f"{name}({shown}): {forwards} forwards of a stage and a microbatch; at most {MOST_NODES} are accepted, with these "
-            f"stages {most} microbatches"
+            f"{name}({shown}): its order would have {forwards} forwards; at most {MOST_NODES} are accepted, that is {most} "
+            "microbatches with these stages"
         )
 
 

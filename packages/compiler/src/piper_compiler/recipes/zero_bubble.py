@@ -127,7 +127,7 @@ def _stages(
 ) -> Stages:
     check_numbers(name, pp=pp, microbatches=microbatches)
     if chunks not in (1, 2):
-        raise DirectiveError(f"zero_bubble(chunks={chunks!r}): 1, or 2 for the V placement")
+        raise DirectiveError(f"zero_bubble(chunks={chunks!r}): chunks must be 1, or 2 for the V placement")
     n = pp * chunks
     forward, back, weight = (_each(name, x, n, "stage") for name, x in zip("FIW", times, strict=True))
     keeps = _each("activation", activation, n, "stage")
