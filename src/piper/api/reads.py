@@ -61,8 +61,8 @@ def read_by(function: types.FunctionType, runs: bool) -> Iterator[tuple[str, obj
     space = function.__globals__
     package = space.get("__package__") or ""
     values = list(zip(function.__code__.co_freevars, cells(function), strict=True))
-    values += [(name, space[name]) for name in sorted(names & space.keys())]
-    if runs and any(name in READERS and name not in space for name in read):
+    values += [(name, space[name]) for name in read if name in space]
+    if runs and ("from_file" in names or any(name in READERS and name not in space for name in read)):
         raise Unseen
     for name in imported:
         modules = {full: sys.modules[full] for full in (name, f"{package}.{name}") if full in sys.modules}
