@@ -232,7 +232,7 @@ READS: list[Callable[[], object]] = [
     lambda: getattr(settings, "depth"),  # noqa: B009 - the name is a text
     lambda: getattr(settings, NAME),
     lambda: vars(settings)["depth"],
-    lambda: settings.__dict__[NAME],  # type: ignore[index]
+    lambda: settings.__dict__[NAME],
     lambda: settings.depth,
 ]
 
