@@ -16,29 +16,16 @@ from torch import Tensor, nn
 import piper
 from piper.api import capturing
 from piper_ir.errors import JobError
+from tests.capture_jobs import ONE, WIDTH, Net, depth_of, job
 
-WIDTH = 4
 DEPTH = 2
 SETTINGS = types.ModuleType("settings_of_test_captures")
 SETTINGS.depth = 2  # type: ignore[attr-defined]  # a module of the user's
-
-ONE = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=1),))
 
 
 @dataclass
 class Config:
     depth: int = 2
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int, scale: float = 1.0) -> None:
-        super().__init__()
-        self.layers, self.scale = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth)), scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.scale
-        return x
 
 
 class Deep(Net):
@@ -57,24 +44,6 @@ class Maker:
 
     def method(self) -> nn.Module:
         return Net(self.depth)
-
-
-def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.linspace(0, 1, 8 * WIDTH).view(8, WIDTH)[rows.start : rows.stop]
-    return x, x
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
-
-
-def job(model: Callable[[], Any]) -> piper.Job:
-    return piper.Job(model, batch, nn.functional.mse_loss, sgd, global_batch=8)
-
-
-def depth_of(trained: piper.Job) -> int:
-    """Layers of the program that this job runs."""
-    return len(piper.compile(trained, ONE).plan.params) // 2
 
 
 @pytest.fixture(autouse=True)

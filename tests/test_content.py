@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+import time
+import types
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -18,7 +24,7 @@ import pytest
 import torch
 from torch import nn
 
-from piper.api.content import MOST_BYTES, MOST_ITEMS, MOST_VALUES, content_of
+from piper.api.content import MOST_BYTES, MOST_VALUES, content_of
 
 
 class Kind(Enum):
@@ -31,6 +37,38 @@ class Slotted:
 
     def __init__(self, x: int) -> None:
         self.x = x
+
+
+class Private:
+    __slots__ = ("__x",)
+
+    def __init__(self, x: int) -> None:
+        self.__x = x
+
+
+class Array(numpy.ndarray):  # type: ignore[type-arg]  # of anything
+    """Has a dictionary beside its bytes."""
+
+
+class Weak:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+KEPT = [Weak(0), Weak(1)]
+
+
+def local(x: int) -> threading.local:
+    made = threading.local()
+    made.x = x
+    return made
+
+
+class Decorated:
+    @staticmethod
+    @contextmanager
+    def context(x: int) -> Iterator[None]:
+        yield
 
 
 @dataclass
@@ -94,16 +132,21 @@ MAKERS: list[Callable[[int], object]] = [
     lambda x: [int, Slotted][x],
     lambda x: Record(x).__eq__,
     lambda x: cache(lambda: x),
-    lambda x: torch.tensor([x]),
     lambda x: torch.zeros(1 + x),
     lambda x: torch.zeros(1, dtype=[torch.int8, torch.uint8][x]),
-    lambda x: torch.tensor(1 + x * 1j).conj(),
+    lambda x: [torch.tensor(1j), torch.tensor(1j).conj()][x],
     lambda x: nn.Parameter(torch.zeros(1), requires_grad=bool(x)),
     lambda x: numpy.arange(2) + x,
+    lambda x: (numpy.arange(2) + x).view(Array),
+    Private,
+    lambda x: weakref.ref(KEPT[x]),
+    local,
+    lambda x: Decorated.context(x),
     lambda x: [torch.float32, torch.float64][x],
     lambda x: linear(1 + x),
     lambda x: nn.Dropout(x / 2),
     lambda x: type("Made", (), {"x": x}),
+    lambda x: type("Made", (), {"__scale__": x}),
     lambda x: type("Made", (), {"f": lambda self: x}),
     lambda x: type("Made", (), {"f": property(lambda self: x)}),
     lambda x: type("Made", (), {"f": classmethod(lambda self: x)}),
@@ -112,35 +155,48 @@ MAKERS: list[Callable[[int], object]] = [
 
 @pytest.mark.parametrize("make", MAKERS, ids=range(len(MAKERS)))
 def test_equal_when_made_alike_and_different_otherwise(make: Callable[[int], object]) -> None:
-    assert content_of(make(0)) == content_of(make(0))
+    assert content_of(make(0)) == content_of(make(0)) != None  # noqa: E711 - a chain
     assert content_of(make(0)) != content_of(make(1))
+
+
+def test_values_of_tensors_count_where_code_runs() -> None:
+    for make in (lambda x: torch.tensor([x]), lambda x: torch.tensor(1 + x * 1j).conj()):
+        assert content_of(make(0), runs=True) == content_of(make(0), runs=True) != content_of(make(1), runs=True)
+        assert content_of(make(0)) == content_of(make(1)), "no trace knows them"
 
 
 def test_types_are_told_apart() -> None:
     values: list[object] = [1, 1.0, True, "1", b"1", [1], (1,), {1}, {1: 1}, torch.tensor(1), numpy.array(1), Record(1), None]
-    assert len({content_of(v).digest for v in values}) == len(values)
+    assert len({content_of(v) for v in values} - {None}) == len(values)
 
 
-def test_what_python_cannot_look_into_counts_by_identity_and_is_kept() -> None:
-    first, second = threading.Lock(), threading.Lock()
-    assert content_of(first) == content_of(first) != content_of(second)
-    assert first in content_of([{"a": {first}}]).kept
-    assert content_of(n for n in ()) != content_of(n for n in ())
+def test_what_python_cannot_look_into_has_no_content(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        for unseen in (file, (n for n in ()), settings, numpy.array([object()])):
+            assert content_of(unseen) is None
+            assert content_of([{"a": (unseen,)}]) is None
+            assert content_of(lambda: unseen) is None or unseen is settings  # noqa: B023 - looked at here
 
 
-def test_large_data_counts_by_identity_and_version() -> None:
-    data = torch.zeros(MOST_BYTES)
-    before = content_of(data)
-    assert before == content_of(data) and before.kept == (data,)
-    assert before != content_of(data.clone())
-    data[0] = 1
-    assert content_of(data) != before
-    array, rows = numpy.zeros(MOST_BYTES), list(range(MOST_ITEMS + 1))
-    for large in (array, rows):
-        assert content_of(large) == content_of(large) != content_of(large.copy())
-    tree = [[i] * 1 for i in range(MOST_ITEMS)]
-    nested = [[list(t) for t in tree] for _ in range(1 + MOST_VALUES // MOST_ITEMS)]
-    assert content_of(nested).kept  # ends, and soon
+def test_large_data_is_looked_into_or_has_no_content() -> None:
+    large = torch.zeros(MOST_BYTES)
+    assert content_of(large, runs=True) is None and content_of(large) is not None
+    assert content_of(numpy.zeros(MOST_BYTES)) is None
+    rows = list(range(50_000))
+    before = content_of(rows)
+    assert before == content_of(rows.copy())
+    rows[-1] = 0
+    assert before != content_of(rows)
+    assert content_of([[i] for i in range(MOST_VALUES + 1)]) is None  # and soon
+
+
+def test_tensors_that_share_memory_or_have_attributes_are_told_apart() -> None:
+    one = torch.zeros(2)
+    shared, apart = [one, one.view(2)], [one, torch.zeros(2)]
+    assert content_of(shared) != content_of(apart) != content_of([one, one])
+    marked = torch.zeros(2)
+    marked.expert = 1  # type: ignore[attr-defined]  # as libraries mark parameters
+    assert content_of(marked) != content_of(one)
 
 
 def test_a_long_chain_is_no_recursion() -> None:
@@ -161,8 +217,81 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Pat
     import piper_test_installed as installed  # type: ignore[import-not-found]  # made above
 
     before = content_of(installed.Net)
-    assert not before.kept
+    assert before is not None
     installed.LOCK = threading.Lock()
     assert content_of(installed.Net) == before
     installed.DEPTH = 3
     assert content_of(installed.Net) != before
+
+
+settings = types.ModuleType("settings_of_test_content")
+settings.depth = 2  # type: ignore[attr-defined]  # a module of the user's
+NAME = "depth"
+
+READS: list[Callable[[], object]] = [
+    lambda: getattr(settings, "depth"),  # noqa: B009 - the name is a text
+    lambda: getattr(settings, NAME),
+    lambda: vars(settings)["depth"],
+    lambda: settings.__dict__[NAME],
+    lambda: settings.depth,
+]
+
+
+@pytest.mark.parametrize("read", READS, ids=range(len(READS)))
+def test_what_code_reads_of_a_module_counts_however_it_is_read(
+    read: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content_of(read)
+    assert before == content_of(read) != None  # noqa: E711 - a chain
+    monkeypatch.setattr(settings, "depth", 3)
+    assert content_of(read) != before
+
+
+@pytest.mark.parametrize("read", [lambda: os.environ["PIPER_TEST"], lambda: os.getenv("PIPER_TEST")])
+def test_the_environment_counts_where_code_reads_it(read: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPER_TEST", "1")
+    before = content_of(read)
+    assert before == content_of(read) != None  # noqa: E711 - a chain
+    monkeypatch.setenv("PIPER_TEST", "2")
+    assert content_of(read) != before
+
+
+def test_torch_with_a_function_of_the_users_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.silu(nn.Linear(2, 2)(x))
+
+    before = content_of(Net)
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x: x)
+    changed = content_of(Net)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    assert len({before, changed, content_of(Net)} - {None}) == 3
+
+
+def helper() -> str:
+    return Path("settings.json").read_text()
+
+
+IMPURE: list[Callable[[], object]] = [
+    lambda: open("settings.json"),  # noqa: SIM115 - not called
+    helper,
+    lambda: helper(),
+    lambda: os.environ["PIPER_TEST"],
+    lambda: time.time(),
+    lambda: numpy.load("table.npy"),
+    lambda: torch.load("weights.pt"),
+    lambda: torch.from_file("weights"),
+    lambda: globals()["NAME"],
+    lambda: sys.modules["settings"],
+    lambda: torch.distributed.get_rank(),
+]
+
+
+@pytest.mark.parametrize("impure", IMPURE, ids=range(len(IMPURE)))
+def test_code_that_runs_and_may_depend_on_more_than_is_seen_has_no_content(impure: Callable[[], object]) -> None:
+    assert content_of(impure, runs=True) is None
+
+
+def test_code_that_runs_and_depends_on_its_values_has_a_content() -> None:
+    for x in (nn.Linear, partial(linear, 3), lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU()), lambda: linear(len(KEPT))):
+        assert content_of(x, runs=True) is not None

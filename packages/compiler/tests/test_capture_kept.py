@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ REFUSED: dict[str, tuple[Body, str]] = {}
 TAKEN: dict[str, Body] = {}
 CACHE: dict[str, Tensor] = {}
 CALLS = 0
+SCHEDULE = {5: 2}
 
 
 def refused(name: str) -> Callable[[Body], Body]:
@@ -35,10 +37,13 @@ def taken(body: Body) -> Body:
 
 class State:
     last: Tensor | None = None
+    rate = 0.0
 
 
 class Layer(nn.Module):
     """A layer whose forward is `body(self, x)`, with places to keep things in."""
+
+    made = 0
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -47,7 +52,7 @@ class Layer(nn.Module):
         self.history: list[Tensor] = []
         self.table: dict[str, Tensor] = {}
         self.state, self.calls, self.scale, self.warm = State(), 0, 1.0, False
-        self.counts = [0]
+        self.counts, self.stage, self.clock = [0], 0, count()
         self.register_buffer("constant", torch.arange(4.0))
         self.register_buffer("moving", torch.zeros(4))
 
@@ -196,6 +201,86 @@ def a_function_of_a_buffer_that_moves(layer: Any, x: Tensor) -> Tensor:
     return layer.linear(x) + layer.cache
 
 
+@refused("layers.0.calls")
+def every_seventh_call(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return layer.linear(x) * (2 if layer.calls % 7 == 3 else 1)
+
+
+@refused("layers.0.counts")
+def every_seventh_call_counted_in_a_list(layer: Any, x: Tensor) -> Tensor:
+    layer.counts[0] += 1
+    return layer.linear(x) * (2 if layer.counts[0] % 7 == 3 else 1)
+
+
+@refused("layers.0.history")
+def the_length_of_a_list(layer: Any, x: Tensor) -> Tensor:
+    layer.history.append(x)
+    return layer.linear(x) * (2 if len(layer.history) == 5 else 1)
+
+
+@refused("layers.0.table")
+def a_key_that_appears_later(layer: Any, x: Tensor) -> Tensor:
+    layer.table[len(layer.table)] = x
+    return layer.linear(x) * (2 if 5 in layer.table else 1)
+
+
+@refused("layers.0.state.rate")
+def a_very_slow_average(layer: Any, x: Tensor) -> Tensor:
+    layer.state.rate = 0.5 * layer.state.rate + 1e-12
+    return layer.linear(x) * (2 if layer.state.rate > 1 else 1)
+
+
+@refused("layers.0.stage")
+def a_stage_that_changes_after_some_calls(layer: Any, x: Tensor) -> Tensor:
+    y = layer.linear(x) * (2 if layer.stage > 3 else 1)
+    layer.calls += 1
+    layer.stage = layer.calls // 100
+    return y
+
+
+@refused("CALLS")
+def every_seventh_call_counted_globally(layer: Any, x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return layer.linear(x) * (2 if CALLS % 7 == 3 else 1)
+
+
+@refused(r"type\(model.layers.0\).made")
+def every_seventh_call_counted_on_a_class(layer: Any, x: Tensor) -> Tensor:
+    type(layer).made += 1
+    return layer.linear(x) * (2 if layer.made % 7 == 3 else 1)
+
+
+@refused("layers.0.clock")
+def an_iterator(layer: Any, x: Tensor) -> Tensor:
+    return layer.linear(x) * (2 if next(layer.clock) == 3 else 1)
+
+
+@refused("layers.0.calls")
+def a_number_looked_up(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return layer.linear(x) * SCHEDULE.get(layer.calls, 1)
+
+
+@taken
+def statistics_that_nothing_reads(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = layer.calls + 1
+    layer.counts[0] += x.shape[0]
+    layer.table["calls"] = layer.calls
+    layer.state.rate = 0.9 * layer.state.rate + 0.1 * layer.calls
+    layer.history.append(layer.calls)
+    return layer.linear(x)
+
+
+@taken
+def a_list_that_is_emptied_first(layer: Any, x: Tensor) -> Tensor:
+    layer.history.clear()
+    y = layer.linear(x)
+    layer.history.append(y.square().mean())
+    return y + sum(layer.history)
+
+
 @taken
 def a_cached_constant(layer: Any, x: Tensor) -> Tensor:
     if layer.cache is None:
@@ -273,3 +358,10 @@ def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_makes_no_difference_is_taken(name: str) -> None:
     assert capture(lambda: Model(TAKEN[name]), batch, squared).program.chunks
+
+
+def test_globals_are_left_as_they_were() -> None:
+    for name in ("a_global_dict", "a_global_number", "every_seventh_call_counted_on_a_class"):
+        with pytest.raises(CaptureError):
+            capture(lambda: Model(REFUSED[name][0]), batch, squared)  # noqa: B023 - called at once
+    assert (CALLS, CACHE, Layer.made) == (0, {}, 0)

@@ -10,7 +10,6 @@ from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
 if TYPE_CHECKING:
-    from piper.api.content import Content
     from piper_compiler.capture import Captured
     from piper_runtime import Job
 
@@ -22,7 +21,7 @@ MOST_CAPTURES = 16
 _CAPTURES: dict[CaptureKey, Captured] = {}
 
 
-_BATCHES: dict[Content, str] = {}
+_BATCHES: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,18 @@ class CaptureKey:
     """Hold everything that a capture depends on; jobs with equal keys share one capture.
 
     Attributes:
-        content: Code and values of the model and of the loss.
+        model: Code and values of the model function, or of what it makes where that may depend on more.
+        loss: Code and values of the loss.
         batch: Structure, shapes and dtypes of a batch.
         precision: The dtype of parameters.
-        default_dtype: torch's default dtype.
+        settings: torch's settings that operations depend on.
     """
 
-    content: Content
+    model: str
+    loss: str
     batch: str
     precision: str
-    default_dtype: str
+    settings: tuple[str, ...]
 
 
 def program_at(captured: Captured, rows: int) -> Program:
@@ -57,8 +58,13 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 
 def captured_job(job: Job) -> Captured:
-    """Return the capture of a job's model; jobs that differ only in what capture does not see share one."""
+    """Return the capture of a job's model. Jobs that differ only in what capture does not see share one.
+
+    A job of which it is not known whether it is like an earlier one is captured anew.
+    """
     key = capture_key(job)
+    if key is None:
+        return _capture(job)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
             _CAPTURES.pop(next(iter(_CAPTURES)))
@@ -66,21 +72,43 @@ def captured_job(job: Job) -> Captured:
     return _CAPTURES[key]
 
 
-def capture_key(job: Job) -> CaptureKey:
-    """Return the key of a job's capture.
+def capture_key(job: Job) -> CaptureKey | None:
+    """Return what the capture of a job depends on; None where that cannot be told.
 
-    A batch counts by the looks of two of its rows. The batch function is called once for each content that it has.
+    The model counts by its function, if that depends on nothing else, such as a file; otherwise it is made, without
+    bytes, and counts by what was made. A batch counts by what two of its rows look like; where the batch function
+    depends on nothing else, it is called once.
     """
     import torch
 
     from piper.api.content import content_of
+    from piper_compiler.capture import built_model
 
-    content = content_of(job.batch)
+    loss = content_of(job.loss)
+    if loss is None:
+        return None
+    model = content_of(job.model, runs=True)
+    if model is None:
+        made = content_of(built_model(job.model))
+        if made is None:
+            return None
+        model = f"made {made}"
+    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    return CaptureKey(model, loss, _batch_of(job), job.precision.params, tuple(map(str, settings)))
+
+
+def _batch_of(job: Job) -> str:
+    """Return what rows of the batch look like."""
+    from piper.api.content import content_of
+
+    content = content_of(job.batch, runs=True)
+    if content is None:
+        return _looks(job)
     if content not in _BATCHES:
         if len(_BATCHES) == MOST_CAPTURES:
             _BATCHES.pop(next(iter(_BATCHES)))
         _BATCHES[content] = _looks(job)
-    return CaptureKey(content_of(job.model, job.loss), _BATCHES[content], job.precision.params, str(torch.get_default_dtype()))
+    return _BATCHES[content]
 
 
 def _looks(job: Job) -> str:

@@ -57,7 +57,8 @@ def compile(
 ) -> Compiled:
     """Compile a strategy for a job or for a Program.
 
-    A job is captured on first use, once per model, batch shape, loss and precision.
+    A job is captured on first use, once per model, batch shape, loss and precision. One whose content cannot be
+    compared with that of earlier jobs is captured every time.
 
     Args:
         source: The job or the Program.

@@ -5,37 +5,40 @@ class, a bound method, a partial or an instance. Its behaviour follows from its 
 variables of the functions around it, and the globals that it reads, and from the same of every function, class and
 object that these lead to. All of that is part of the digest, with these limits:
 
-- torch, Piper and Python's own library count by name.
+- torch, Piper and Python's own library count by name, and by the data of theirs that the code names (`os.environ`).
 - Of other installed packages the code and the plain globals that it reads count, not the rest of the package behind it.
-- Data counts by its content up to `MOST_BYTES` and `MOST_ITEMS`, beyond that by which object it is (and by its version,
-  for a tensor that is changed in place). Objects that Python cannot look into, such as open files, count by which
-  object they are.
+- Nothing counts by which object it is: a value that cannot be looked into (an open file), or that is too large, has no
+  content, and neither has what leads to it.
+
+Code that Dynamo traces cannot read files, clocks or random numbers, or it is refused. Code that runs, such as a
+constructor, can: it is looked into with `runs=True`, and has a content only where all that it calls is its own code or
+a part of torch and Python that is known to depend on its arguments alone.
 """
 
 from __future__ import annotations
 
-import dis
+import contextlib
 import functools
 import hashlib
-import sys
-import sysconfig
+import logging
+import threading
 import types
+import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
-from piper_ir.tools import PACKAGES
+from piper.api.reads import Home, Unseen, cells, home_of, is_foreign, is_pure, read_by
+from piper_ops import storage_key
 
-MOST_BYTES = 2**16
-"""The most bytes of one tensor, array or other buffer that are compared by content."""
-MOST_ITEMS = 10_000
-"""The most items of one container that are compared by content."""
+MOST_BYTES = 2**20
+"""Bytes of one tensor, array or other buffer that are looked into."""
 MOST_VALUES = 200_000
-"""The most values in all that are compared by content."""
+"""Values in all that are looked into."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
 """The types whose `repr` is their content."""
@@ -43,42 +46,38 @@ CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
-"""The modules of the types of registered operators, which count by name: all else in them is torch's caches."""
-_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_TORCH = f"{Path(torch.__file__).parent}/"
-_STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
+"""Modules of the types of registered operators, which count by name: what they hold beside it are caches of torch's."""
+_INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+"""Objects that traced code cannot ask for anything."""
+_PYTHONS_OWN = frozenset(
+    ["__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__"]
+)
+"""What Python puts into each class."""
 
-Home = Literal["user", "installed", "known"]
 
+def content_of(*values: object, runs: bool = False) -> str | None:
+    """Return the content of some values: equal contents mean equal values, unequal ones may do so too.
 
-@dataclass(frozen=True)
-class Content:
-    """Hold a digest.
-
-    Attributes:
-        digest: Equal for equal contents.
-        kept: The objects that the digest knows by identity. While they live, no other object has their place.
+    None says that it is not known: something cannot be looked into, or with `runs`, calling the values may give other
+    results for reasons that lie elsewhere.
     """
-
-    digest: str
-    kept: tuple[object, ...] = field(compare=False, repr=False)
-
-
-def content_of(*values: object) -> Content:
-    """Return the content of some values: equal contents mean equal values, unequal ones may do so too."""
-    walk = _Walk()
-    for value in values:
-        walk.add(value)
-    walk.finish()
-    return Content(walk.digest.hexdigest(), tuple(walk.kept))
+    walk = _Walk(runs)
+    try:
+        for value in values:
+            walk.add(value)
+        walk.finish()
+    except Unseen:
+        return None
+    return walk.digest.hexdigest()
 
 
 class _Walk:
     """Visit values and everything that they lead to, breadth first, each object once."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: bool) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
-        self.kept: list[object] = []
+        self._runs = runs
+        self._storages: dict[int, int] = {}
         self._number: dict[int, int] = {}
         self._objects: list[tuple[Any, Home]] = []  # holds each object, so that no other one gets its id meanwhile
 
@@ -101,9 +100,8 @@ class _Walk:
             value, home = self._objects[done]
             done += 1
             if done > MOST_VALUES:
-                self._identity(value)
-            else:
-                self._object(value, home)
+                raise Unseen
+            self._object(value, home)
 
     def _object(self, value: Any, home: Home) -> None:
         match value:
@@ -114,6 +112,7 @@ class _Walk:
             case types.MethodType():
                 self._all("method", (value.__func__, value.__self__))
             case types.BuiltinFunctionType():
+                self._check_pure(value.__module__ or _module_of(value.__self__))
                 bound = None if isinstance(value.__self__, types.ModuleType) else value.__self__
                 self._all(f"builtin {value.__module__} {value.__qualname__}", (bound,))
             case functools.partial():
@@ -122,8 +121,17 @@ class _Walk:
                 self._all("property", (value.fget, value.fset, value.fdel))
             case classmethod() | staticmethod():
                 self._all(type(value).__name__, (value.__func__,))
-            case types.ModuleType():
+            case types.ModuleType():  # what code reads of it is seen where the code names the module, and not here
+                if home_of(value.__name__) != "known":
+                    raise Unseen
+                self._check_pure(value.__name__)
                 self._token("module", value.__name__)
+            case contextlib._GeneratorContextManager():  # a decorator makes a new one of these in every call
+                self._all("context", (value.func, value.args, value.kwds))
+            case weakref.ref():
+                self._all("weak", (value(),))
+            case object() if isinstance(value, _INERT):
+                self._token("inert", type(value).__qualname__)
             case type():
                 self._class(value)
             case Enum():
@@ -136,15 +144,17 @@ class _Walk:
                 self._instance(value, home)
 
     def _function(self, function: types.FunctionType) -> None:
-        home = _home(function.__globals__.get("__name__"))
+        home = home_of(function.__globals__.get("__name__"))
         self._token("function", home, function.__module__, function.__qualname__)
         self._all("defaults", (function.__defaults__, function.__kwdefaults__, function.__dict__))
-        self._all("cells", _cells(function))
         if home == "known":
-            return
+            self._all("cells", cells(function))
+            return self._check_pure(function.__globals__.get("__name__"))
+        if self._runs and home == "installed":
+            raise Unseen
         self.add(function.__code__)
-        for name, value in _globals_of(function):
-            self._token("global", name)
+        for name, value in read_by(function, self._runs):
+            self._token("name", name)
             self.add(value, home)
 
     def _code(self, code: types.CodeType) -> None:
@@ -152,25 +162,40 @@ class _Walk:
         self._all("constants", code.co_consts)
 
     def _class(self, kind: type) -> None:
-        home = _home(kind.__module__)
+        home = home_of(kind.__module__)
         self._token("class", home, kind.__module__, kind.__qualname__)
         if home == "known":
-            return
+            self._check_pure(kind.__module__)
+            return self._all("replaced", (part for pair in vars(kind).items() if is_foreign(pair[1]) for part in pair))
+        if self._runs and home == "installed":
+            raise Unseen
         self._all("bases", kind.__bases__)
         for name, value in vars(kind).items():
             method = isinstance(value, types.FunctionType | classmethod | staticmethod | property)
-            if method or not name.startswith(("__", "_abc_")):
+            if method or not (name in _PYTHONS_OWN or name.startswith("_abc_")):
                 self._token("attribute", name)
                 self.add(value, "user" if method else home)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        self._token("tensor", tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.device, type(tensor).__qualname__)
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-        if plain and tensor.numel() * tensor.element_size() <= MOST_BYTES:
-            raw = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._token(bytes(raw.tolist()))
-        else:
-            self._identity(tensor, "inference" if tensor.is_inference() else tensor._version)
+        """Add a tensor: by its values where code runs, else by what a trace knows of it."""
+        self._token("tensor", tensor.dtype, tensor.requires_grad, tensor.device, tensor.layout, type(tensor).__qualname__)
+        self._token(bool(tensor._backward_hooks), bool(getattr(tensor, "_post_accumulate_grad_hooks", None)))
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            raise Unseen
+        self._token(tuple(tensor.shape), tensor.is_conj(), tensor.is_neg())
+        if self._runs:
+            self._bytes(tensor)
+            return
+        storage = self._storages.setdefault(storage_key(tensor), len(self._storages))
+        self._token(storage, tensor.stride(), tensor.storage_offset())
+        self._all("attributes", (part for pair in vars(tensor).items() if pair[0] not in _of_fakes() for part in pair))
+
+    def _bytes(self, tensor: torch.Tensor) -> None:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+        if not plain or tensor.numel() * tensor.element_size() > MOST_BYTES:
+            raise Unseen
+        raw = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._token(bytes(raw.tolist()))
 
     def _instance(self, value: Any, home: Home) -> None:
         """Add an object by its type, its items, and its attributes."""
@@ -179,21 +204,25 @@ class _Walk:
         contains = isinstance(value, CONTAINERS)
         if contains:
             self._container(value, home)
-        if hidden := _hidden(value):
-            self._all("copied", parts) if (parts := _reduced(value)) else self._identity(value, *hidden)
-        if attributes or hasattr(value, "__dict__"):
-            self._all("attributes", (part for pair in attributes.items() for part in pair))
-        elif not contains and not hidden:
-            self._buffer(value)
+        if _hidden(value):
+            if (copied := _reduced(value)) is None:
+                raise Unseen
+            self._all("copied", copied)
+        elif not contains and (view := _view(value)) is not None:
+            self._buffer(view)
+        elif not contains and not attributes and not hasattr(value, "__dict__") and not _made_in_python(type(value)):
+            raise Unseen
+        self._all("attributes", (part for pair in attributes.items() for part in pair))
 
     def _container(self, value: Any, home: Home) -> None:
         self._token("items", len(value))
-        if len(value) > MOST_ITEMS:
-            self._identity(value)
-        elif isinstance(value, set | frozenset):
-            items = [content_of(item) for item in value]
-            self._token(*sorted(item.digest for item in items))
-            self.kept += (kept for item in items for kept in item.kept)
+        if len(value) > MOST_VALUES:
+            raise Unseen
+        if isinstance(value, set | frozenset):
+            items = [content_of(item, runs=self._runs) for item in value]
+            if None in items:
+                raise Unseen
+            self._token(*sorted(filter(None, items)))
         elif isinstance(value, list | tuple):
             for item in value:
                 self.add(item, home)
@@ -202,17 +231,15 @@ class _Walk:
                 self.add(key)
                 self.add(item)
 
-    def _buffer(self, value: Any) -> None:
-        """Add an object that has bytes and no attributes, such as an array; one without either counts by identity."""
-        try:
-            view = memoryview(value)
-        except (TypeError, ValueError, BufferError):
-            return self._identity(value)
-        self._token(view.format, view.shape)
-        if view.nbytes <= MOST_BYTES:
-            self._token(view.tobytes())
-        else:
-            self._identity(value)
+    def _buffer(self, view: memoryview) -> None:
+        if view.nbytes > MOST_BYTES or "O" in view.format:  # of an array of objects the bytes are addresses
+            raise Unseen
+        self._token(view.format, view.shape, view.tobytes())
+
+    def _check_pure(self, module: str | None) -> None:
+        """Raise Unseen where code runs that may depend on more than its arguments."""
+        if self._runs and not is_pure(module or "builtins"):
+            raise Unseen
 
     def _all(self, what: str, values: Iterable[object]) -> None:
         parts = list(values)
@@ -220,86 +247,50 @@ class _Walk:
         for part in parts:
             self.add(part)
 
-    def _identity(self, value: object, *version: object) -> None:
-        self.kept.append(value)
-        self._token("identity", id(value), *version)
-
     def _token(self, *parts: object) -> None:
         text = repr(parts).encode("utf-8", "surrogatepass")
         self.digest.update(len(text).to_bytes(8, "big") + text)
-
-
-def _cells(function: types.FunctionType) -> Iterator[object]:
-    """Yield the variables of the functions around this one; "unset" for one that has no value yet."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            yield "unset"
-
-
-def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the globals that a function reads, and of what it reads of the user's modules."""
-    read, imported, names = _names(function.__code__)
-    space = function.__globals__
-    for name in read:
-        if name in space:
-            yield from _read(name, space[name], names, set())
-    for name in imported:
-        package = space.get("__package__") or ""
-        for full in (name, f"{package}.{name}"):
-            if full in sys.modules:
-                yield from _read(full, sys.modules[full], names, set())
-
-
-def _read(path: str, value: object, names: frozenset[str], done: set[int]) -> Iterator[tuple[str, object]]:
-    """Yield a global; for a user's module the attributes that code with these names may read."""
-    if not isinstance(value, types.ModuleType):
-        yield path, value
-    elif _home(value.__name__) != "known" and id(value) not in done:
-        done.add(id(value))
-        for name in sorted(names & vars(value).keys()):
-            yield from _read(f"{path}.{name}", vars(value)[name], names, done)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-    """Return the names that some code uses, with those of the functions in it.
-
-    They are the globals that it reads, the modules that it imports, and all its names.
-    """
-    read: dict[str, None] = {}
-    imported: dict[str, None] = {}
-    names = set(code.co_names)
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _GLOBAL:
-            read[instruction.argval] = None
-        elif instruction.opname == "IMPORT_NAME":
-            imported[instruction.argval] = None
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names(constant)
-            read |= dict.fromkeys(inner[0])
-            imported |= dict.fromkeys(inner[1])
-            names |= inner[2]
-    return tuple(read), tuple(imported), frozenset(names)
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of an instance's attributes, in its dictionary and in slots."""
     if isinstance(found := getattr(value, "__dict__", None), dict):
         yield from found.items()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+    for kind in filter(_made_in_python, type(value).__mro__):
+        slots = [name for name, slot in vars(kind).items() if isinstance(slot, types.MemberDescriptorType)]
+        yield from ((f"{kind.__qualname__}.{name}", getattr(value, name)) for name in slots if hasattr(value, name))
+
+
+def _made_in_python(kind: type) -> bool:
+    return bool(kind.__flags__ & _MADE_IN_PYTHON)
+
+
+def _module_of(value: object) -> str | None:
+    return getattr(value, "__module__", None) or type(value).__module__
+
+
+def _view(value: Any) -> memoryview | None:
+    """Return the bytes of an array or another buffer."""
+    try:
+        return memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+@functools.cache
+def _of_fakes() -> frozenset[str]:
+    """Return the attributes that every fake tensor has."""
+    with FakeTensorMode():
+        return frozenset((*vars(torch.nn.Parameter(torch.empty(1))), *vars(torch.empty(1)), "_is_param"))
 
 
 def _hidden(value: object) -> list[str]:
-    """Return the classes in C, by name, that hide content of an object from its attributes; arrays do not."""
-    kinds = [k for k in type(value).__mro__[:-1] if not k.__flags__ & _MADE_IN_PYTHON and k not in CONTAINERS]
-    return [k.__qualname__ for k in kinds if k in BASES or _home(k.__module__) == "known"]
+    """Return the classes in C, by name, that hold content of an object out of sight of its attributes.
+
+    Arrays are no such.
+    """
+    kinds = [k for k in type(value).__mro__[:-1] if not _made_in_python(k) and k not in CONTAINERS]
+    return [k.__qualname__ for k in kinds if k in BASES or home_of(k.__module__) == "known"]
 
 
 def _reduced(value: Any) -> list[object] | None:
@@ -311,29 +302,6 @@ def _reduced(value: Any) -> list[object] | None:
     if isinstance(made, str):
         return [made]
     return [*made[:3], *(list(items) for items in made[3:5] if items is not None)]
-
-
-def _home(name: object) -> Home:
-    """Return whose code a module holds."""
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is None or not isinstance(name, str):
-        return "user"
-    spec = getattr(module, "__spec__", None)
-    return _home_of(name, getattr(module, "__file__", None), getattr(spec, "origin", None))
-
-
-@functools.lru_cache(maxsize=4096)
-def _home_of(name: str, file: str | None, origin: str | None) -> Home:
-    top = name.partition(".")[0]
-    if top in PACKAGES or top == "piper" or origin in ("built-in", "frozen"):
-        return "known"
-    if file is None:
-        return "user"
-    if file.startswith(_TORCH):
-        return "known"
-    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
-        return "installed"
-    return "known" if file.startswith(_STDLIB) else "user"
 
 
 def _is_plain(value: object) -> bool:

@@ -7,7 +7,7 @@ from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture
 from piper_compiler.capture.codegen import StepCode, compile_step
 from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
-from piper_compiler.capture.model import ASKED_ROWS, flatten_batch, named_tensors
+from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.tags import region, tag
 
@@ -17,6 +17,7 @@ __all__ = [
     "Captured",
     "CodeStore",
     "StepCode",
+    "built_model",
     "capture",
     "check_rows",
     "compile_step",

@@ -17,7 +17,8 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables import functions as dynamo_functions
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -108,6 +109,7 @@ def own_settings() -> Iterator[None]:
                 automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, allow_rnn=True
             ),
             _function_names_left_out(),
+            _cached_results_marked(),
         ):
             yield
     finally:
@@ -147,26 +149,28 @@ class Change:
 
     Attributes:
         line: the user's line, if known.
+        place: the expression by which Dynamo knows it, of `L`, the arguments of the traced function, and `G`, its globals.
     """
 
     name: str
     line: str
+    place: str
 
 
 @contextmanager
-def noted_changes() -> Iterator[list[Change]]:
-    """Fill a list with the attributes, lists, dicts, globals and closures that Dynamo sees traced code change.
+def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
+    """Call `noted` with what Dynamo sees traced code change, before it is changed.
 
-    Changes of a tensor in place are not in it; attempts that Dynamo gives up are.
+    These are attributes, lists, dicts, globals and closures; not tensors in place. Attempts that Dynamo gives up are
+    among them.
     """
-    changes: list[Change] = []
     store, mutate = SideEffects.store_attr, SideEffects.mutation
 
     def note(item: Any, attribute: str | None) -> None:
         if isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting) and item.source is not None:
-            change = Change(attribute_name(item.source.name, attribute), _user_line(TracingContext.extract_stack()))
-            if change not in changes:
-                changes.append(change)
+            source = item.source.name
+            place = source if attribute is None else f"{source}.{attribute}"
+            noted(Change(attribute_name(source, attribute), _user_line(TracingContext.extract_stack()), place))
 
     def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
         note(item, name)
@@ -177,7 +181,34 @@ def noted_changes() -> Iterator[list[Change]]:
         mutate(effects, item)
 
     with in_place(SideEffects, {"store_attr": store_attr, "mutation": mutation}):
-        yield changes
+        yield
+
+
+CACHED = "piper_cached"
+"""In the meta of a result of a function under functools.lru_cache: (the function's name, the line that calls it)."""
+
+
+@contextmanager
+def _cached_results_marked() -> Iterator[None]:
+    """Mark in the graph what functions under functools.lru_cache return: Dynamo traces through the cache."""
+    wrapped = dynamo_functions.WrapperUserFunctionVariable
+    call = wrapped.call_function
+
+    def call_function(variable: Any, *args: Any) -> Any:
+        result = call(variable, *args)
+        if hasattr(variable.wrapper_obj, "cache_info"):
+            said = variable.wrapper_obj.__qualname__, _user_line(TracingContext.extract_stack())
+            VariableTracker.visit(lambda part: _mark(part, said), result)
+        return result
+
+    with in_place(wrapped, {"call_function": call_function}):
+        yield
+
+
+def _mark(part: Any, said: tuple[str, str]) -> None:
+    proxy = getattr(part, "proxy", None)
+    if isinstance(proxy, fx.Proxy):
+        proxy.node.meta[CACHED] = said
 
 
 def _user_line(stack: traceback.StackSummary) -> str:

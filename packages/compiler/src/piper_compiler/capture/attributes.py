@@ -8,28 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-AttributeNumbers = Mapping[tuple[str, str], int | float]
-"""The plain numbers that modules hold, by (module, attribute)."""
-
-FAR = 720_720
-"""A value for counters that is far from the first and divisible by all numbers up to 16, as in `calls % 10 == 0`."""
-
-
-def numbers(model: nn.Module) -> AttributeNumbers:
-    """Return all plain numbers that modules hold."""
-    return {(name, k): v for name, m in model.named_modules() for k, v in vars(m).items() if type(v) in (int, float, bool)}
-
-
-def advance_counters(model: nn.Module, before: AttributeNumbers, calls: int) -> bool:
-    """Set the counters that `calls` calls have changed since `before`, so that the next call brings them to `FAR`.
-
-    Return whether there are any.
-    """
-    counters = {p: v - before[p] for p, v in numbers(model).items() if type(v) is int and before.get(p, v) != v}
-    for (name, attribute), change in counters.items():
-        setattr(model.get_submodule(name), attribute, FAR - int(change) // calls)
-    return bool(counters)
-
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the tensors in attributes of modules, also within lists, dicts and objects.
@@ -65,7 +43,7 @@ def attribute_name(source: str, attribute: str | None) -> str:
     name = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
     name = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", name)
     name = re.sub(r"^G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), name)
-    name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
+    name = re.sub(r"(^|\()[LG]\['(\w+)'\]", r"\1\2", name)
     if attribute is not None:
         name = name.removesuffix(".cell_contents") if attribute == "cell_contents" else f"{name}.{attribute}"
     return name.removeprefix("model.")

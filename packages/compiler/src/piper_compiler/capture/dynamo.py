@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.attributes import AttributeNumbers, advance_counters, held_tensors, numbers
+from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.contexts import drop_kernel_choices
 from piper_compiler.capture.dynamo_errors import as_capture_error
+from piper_compiler.capture.kept import KeptState
 from piper_compiler.capture.model import (
     ASKED_ROWS,
     BatchMaker,
@@ -96,13 +97,15 @@ class Forward:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Say what the first call changed, and how to trace the next call on the changed model.
+    """Say what calls change, and how to trace the next call on what the one before left.
 
-    `trace(True)` first sets the counters of the model far ahead; it returns None if there are none.
+    Attributes:
+        state: what calls change beside tensors.
+        trace: traces the next call.
     """
 
-    changes: tuple[_torch.Change, ...]
-    trace: Callable[[bool], Forward | None]
+    state: KeptState
+    trace: Callable[[], Forward]
 
 
 def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
@@ -163,11 +166,10 @@ def capture_forward(
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
     module = fake_model(model, _torch.fake_cpu(), dtype)
     inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
-    calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), numbers(module))
-    with _torch.noted_changes() as noted:
-        first = calls.trace()
-    changes = tuple(c for c in noted if c.name not in calls.known)
-    return replace(first, repeat=Repeat(changes, calls.trace_again)) if changes else first
+    state = KeptState({"model": module, "loss": loss}, step.__globals__)
+    calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
+    first = calls.trace()
+    return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
 
 
 @dataclass
@@ -179,20 +181,21 @@ class _Calls:
     inputs: Any
     targets: Any
     batch: dict[str, Tensor]
-    numbers: AttributeNumbers
+    state: KeptState
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
     def trace(self) -> Forward:
         origins = {id(t): InputOrigin("batch", name) for name, t in self.batch.items()}
         params, buffers, before = _manifest(self.model, origins)
-        self.known = self.known or frozenset(origin.name for origin in origins.values())
+        self.known = self.state.known = self.known or frozenset(origin.name for origin in origins.values())
         kept = self._kept(origins, before.values())
         for tensor in self.batch.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         recorder = _Recorder({id(t) for t in self.batch.values()})
-        result = _run(recorder, self.model, self.loss, self.inputs, self.targets)
+        with self.state.call():
+            result = _run(recorder, self.model, self.loss, self.inputs, self.targets)
         gm = recorder.module
         if gm is None:
             raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
@@ -221,10 +224,8 @@ class _Calls:
             kept=kept,
         )
 
-    def trace_again(self, counters_far: bool) -> Forward | None:
+    def trace_again(self) -> Forward:
         """Trace the next call; see `Repeat`."""
-        if counters_far and not advance_counters(self.model, self.numbers, calls=2):
-            return None
         self.left += [(tensor, None) for tensor in self.batch.values()]
         self.inputs, self.targets = _torch.pytree.tree_map(_fresh, (self.inputs, self.targets))
         self.batch = flatten_batch(self.inputs, self.targets)

@@ -34,12 +34,16 @@ DEVICES = (
 def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     """Return the model with fake parameters and buffers, floating ones cast to `dtype`.
 
-    The user's module is not changed. A callable runs with fake tensors, so that a model of any size takes no memory. A
-    constructor that reads values of tensors (`.item()`, numpy) cannot run so: it runs for real, and its tensors are
-    replaced by fake ones.
+    The user's module is not touched.
     """
-    if isinstance(model, nn.Module):
-        return _faked(model, mode, dtype)
+    return _faked(model if isinstance(model, nn.Module) else built_model(model), mode, dtype)
+
+
+def built_model(model: Callable[[], nn.Module]) -> nn.Module:
+    """Return what a callable makes with fake tensors, so that a model of any size takes no memory.
+
+    A constructor that reads values of tensors (`.item()`, numpy) cannot run there; it then runs for real.
+    """
     with _devices_left_out(), user_code("model()", CaptureError):
         try:
             with _torch.fake_construction(), warnings.catch_warnings():
@@ -49,7 +53,7 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
             built = model()
     if not isinstance(built, nn.Module):
         raise CaptureError(f"model() returned {type(built).__name__}; it must return a torch.nn.Module")
-    return _faked(built, mode, dtype)
+    return built
 
 
 @contextmanager

@@ -1,9 +1,13 @@
-"""Refuse a model whose forward keeps something that changes what its next call computes.
+"""Refuse a model whose forward keeps something that changes what a later call computes.
 
 A model is captured once, so every step of a plan computes what the first call computed. Where the traced code changes
 anything that existed before, it is traced again on the model as the first call left it. Both traces must compute the
-same. A tensor that the first call made from constants and kept counts as these constants: it is the same whenever it is
-made.
+same. A tensor that the first call made of constants and kept counts as what it was made of: it is the same whenever it
+is made.
+
+Where the second call leaves everything as it found it, all later calls are like it. What it changes once more, such as
+a counter or a list that grows, is made unknown, and the call is traced again, until nothing else changes. A trace that
+comes to its end with these unknown computes the same in every call.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from piper_compiler.capture import _torch
 from piper_compiler.capture._torch import Change
 from piper_compiler.capture.concrete import canonical_text
-from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.dynamo import Forward, Repeat
 from piper_compiler.capture.regions import operations
 from piper_compiler.capture.replay import ReplayFacts, replay
+from piper_compiler.capture.unknown import UnknownRead
 from piper_ir.errors import CaptureError
 
 ADVICE = (
@@ -27,24 +33,71 @@ ADVICE = (
 )
 
 
+MOST_CALLS = 10
+"""Calls that are traced before a model is refused whose every call changes something else."""
+
+
 def check_steady(first: Forward) -> None:
-    """Trace the next call where forward changed something; raise CaptureError if it computes something else."""
-    if first.repeat is None:
+    """Trace the next calls where forward changed something.
+
+    Raises CaptureError if one of them computes something else than the first, or may do so.
+    """
+    cached = [node for node in first.graph.nodes if _torch.CACHED in node.meta and node.op != "placeholder"]
+    if first.repeat is None and not cached:
         return
-    changes, wanted = first.repeat.changes, _transcript(first, {})
-    for counters_far in (False, True):
+    try:
+        wanted = _transcript(first, {})
+        _check_cached([node for node in cached if node in wanted.texts and node not in wanted.constants])
+        if first.repeat is not None:
+            _compare_calls(wanted, first.repeat)
+    finally:
+        if first.repeat is not None:
+            first.repeat.state.restore()
+
+
+def _check_cached(changing: Sequence[fx.Node]) -> None:
+    """Raise CaptureError for results that a cache would keep, though they are others in every step."""
+    for node in changing:
+        name, line = node.meta[_torch.CACHED]
+        raise CaptureError(
+            f"{line}: {name} is under functools.lru_cache, and what it returns is made of parameters, of the batch, of buffers "
+            "that change or of random numbers. In plain PyTorch the cache returns the first call's result again and again, in "
+            "a plan it is computed in every step. Take lru_cache away; it may stay for constants"
+        )
+
+
+def _compare_calls(wanted: _Transcript, repeat: Repeat) -> None:
+    state = repeat.state
+    unknown: list[Change] = []
+    for _ in range(MOST_CALLS):
         try:
-            again = first.repeat.trace(counters_far)
-        except CaptureError as error:
+            again = repeat.trace()
+        except (CaptureError, UnknownRead) as error:
+            if unknown:
+                raise CaptureError(
+                    f"{_subject(unknown, [])} in every call and computes with it{_where(error)}. {ADVICE}"
+                ) from error
+            changes = list(state.changes.values())
             raise CaptureError(f"{_subject(changes, [])}; its next call cannot be captured: {error}. {ADVICE}") from error
-        if again is None:  # there are no counters
-            return
         texts = {name: wanted.texts[node] for name, node in again.kept.items() if node in wanted.constants}
-        got = _transcript(again, texts)
-        if got.lines != wanted.lines:
+        if _transcript(again, texts).lines != wanted.lines:
             kept = [o.name for o in again.origins.values() if o.kind == "kept"]
             read = [name for name in kept if name not in texts] or kept
+            changes = unknown or list(state.changes.values())
             raise CaptureError(f"{_subject(changes, read)} and computes something else the next time. {ADVICE}")
+        moving = state.moving()
+        if not moving:
+            return
+        if fixed := [change for change in moving if not state.forget(change)]:
+            raise CaptureError(f"{_subject(fixed, [])} in every call, and whether it computes with it is not known. {ADVICE}")
+        unknown += moving
+    raise CaptureError(f"{_subject(unknown, [])} and something else in every call. {ADVICE}")
+
+
+def _where(error: BaseException) -> str:
+    """Return the user's line of an error, in parentheses."""
+    line, found, _ = str(error).partition(": cannot be captured")
+    return f" ({line})" if found and "\n" not in line else ""
 
 
 def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
