@@ -36,9 +36,9 @@ from piper.api.reads import Home, Unseen, cells, home_of, is_foreign, is_pure, r
 from piper_ops import storage_key
 
 MOST_BYTES = 2**20
-"""Bytes of one tensor, array or other buffer that are looked into."""
+"""The most bytes of one tensor, array or other buffer that are looked into."""
 MOST_VALUES = 200_000
-"""Values in all that are looked into."""
+"""The most values in all that are looked into."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
 """The types whose `repr` is their content."""
@@ -46,13 +46,13 @@ CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
-"""Modules of the types of registered operators, which count by name: what they hold beside it are caches of torch's."""
+"""The modules of the types of registered operators, which count by name: all else in them is torch's caches."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
-"""Objects that traced code cannot ask for anything."""
+"""The types of objects that traced code cannot ask for anything."""
 _PYTHONS_OWN = frozenset(
     ["__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__"]
 )
-"""What Python puts into each class."""
+"""The attributes that Python puts into each class."""
 
 
 def content_of(*values: object, runs: bool = False) -> str | None:
@@ -285,10 +285,7 @@ def _of_fakes() -> frozenset[str]:
 
 
 def _hidden(value: object) -> list[str]:
-    """Return the classes in C, by name, that hold content of an object out of sight of its attributes.
-
-    Arrays are no such.
-    """
+    """Return the classes in C, by name, that hide content of an object from its attributes; arrays do not."""
     kinds = [k for k in type(value).__mro__[:-1] if not _made_in_python(k) and k not in CONTAINERS]
     return [k.__qualname__ for k in kinds if k in BASES or home_of(k.__module__) == "known"]
 

@@ -1,4 +1,4 @@
-"""What code reads beside its arguments: variables around it, globals, and what modules hold.
+"""Find what code reads beside its arguments: variables around it, globals, and what modules hold.
 
 Whose a module is decides how far it is looked into: the user's, another installed package's, or known: torch's, Piper's
 and Python's own.
@@ -31,16 +31,16 @@ PURE = PACKAGES | {
     "math", "numbers", "operator", "piper", "string", "torch", "types", "typing", "_abc", "_collections", "_collections_abc",
     "_functools", "_operator",
 }  # fmt: skip
-"""Packages of Python's, torch and Piper whose functions depend on nothing but their arguments, those below excepted."""
+"""The packages whose functions depend on nothing but their arguments; `IMPURE` lists exceptions."""
 IMPURE = ("torch.serialization", "torch.hub", "torch.distributed", "torch.cuda", "torch.storage", "torch.jit")
 READERS = frozenset({"open", "input", "globals", "locals", "vars", "eval", "exec", "compile", "__import__", "id", "hash"})
-"""Built-in functions whose result depends on more than their arguments."""
+"""The built-in functions whose result depends on more than their arguments."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
-"""Names in code that may read attributes whose names it does not say."""
+"""The names in code that may read attributes whose names it does not say."""
 
 
 class Unseen(Exception):
-    """What a value does may depend on something that cannot be looked into."""
+    """Report that a value may depend on something that cannot be looked into."""
 
 
 def cells(function: types.FunctionType) -> Iterator[object]:

@@ -149,7 +149,8 @@ class Change:
 
     Attributes:
         line: the user's line, if known.
-        place: the expression by which Dynamo knows it, of `L`, the arguments of the traced function, and `G`, its globals.
+        place: the expression by which Dynamo knows it. It starts at `L`, the arguments of the traced function, or at
+            `G`, its globals.
     """
 
     name: str
@@ -185,7 +186,10 @@ def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
 
 
 CACHED = "piper_cached"
-"""In the meta of a result of a function under functools.lru_cache: (the function's name, the line that calls it)."""
+"""The key in the meta of a result of a function under functools.lru_cache.
+
+Its value is (the function's name, the line that calls it).
+"""
 
 
 @contextmanager

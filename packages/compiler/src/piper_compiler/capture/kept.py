@@ -1,4 +1,4 @@
-"""Follow what forward changes beside tensors, from call to call of one capture: attributes, lists, globals, closures."""
+"""Follow what forward changes beside tensors from call to call: attributes, lists, globals, closures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from piper_compiler.capture.unknown import Unknown, unknown_like
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size)
 _MISSING = object()
 _UNREACHABLE = (AttributeError, TypeError, LookupError, ValueError, NameError, SyntaxError)
-"""What an expression raises that is of no place: nothing is there, nothing can be put there, or Python does not know it."""
+"""The errors of an expression that names no place: nothing is there, or nothing can be put there."""
 _TICKS = count()
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 

@@ -34,7 +34,7 @@ ADVICE = (
 
 
 MOST_CALLS = 10
-"""Calls that are traced before a model is refused whose every call changes something else."""
+"""The number of traced calls after which a model is refused if each of them changes something else."""
 
 
 def check_steady(first: Forward) -> None:
