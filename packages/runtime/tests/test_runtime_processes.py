@@ -120,7 +120,11 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("what", NAMED)
+LONG = ("interrupt",)
+"""It goes the way of "exit"."""
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG)) for what in NAMED])
 def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
     kind, says = NAMED[what]
     plan, job = chain(batch=failing(what))
@@ -140,7 +144,7 @@ def pair() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "raise")) for kind in KINDS])
 def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pair: Pool) -> None:
     named_and_ended(pair, kind, 1, launcher="processes")
 

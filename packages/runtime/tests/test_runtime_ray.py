@@ -134,7 +134,9 @@ with RayPool({ranks}, cluster="local") as pool:
 """
 
 
-@pytest.mark.parametrize(("how", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 2)])
+@pytest.mark.parametrize(
+    ("how", "ranks"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long), (signal.SIGKILL, 2)]
+)
 def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals, ranks: int) -> None:
     """The interrupt goes to the whole group of processes, as at a terminal."""
     command = [sys.executable, "-c", ALONE.format(path=sys.path, ranks=ranks)]

@@ -94,7 +94,11 @@ def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        ("raise SystemExit(0)", r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
+        pytest.param(
+            "raise SystemExit(0)",
+            r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+",
+            marks=pytest.mark.long,  # test_runtime_processes.py has it in `make test`
+        ),
         ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
     ],
 )
