@@ -11,7 +11,8 @@ INSTALLED := $(VENV)/.installed
 RUN ?= $(PY) examples/gpt_text.py
 # More arguments for pytest: `make test ARGS="-k capture -x"`.
 ARGS ?=
-# Two processes, a file to each: the suite is as long as its CPU time, and two cores are what it is planned for.
+# Two processes, a file to each (conftest.py says in which order, and which files go together): the suite is as long as its CPU
+# time, and two cores are what it is planned for.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --durations=10
 
 # The first interpreter that is new enough, unless the caller names one: `make test PYTHON=/path/to/python3.12`.

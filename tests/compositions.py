@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from itertools import product as product_of
 from random import Random
 from typing import Any, Literal
 
@@ -381,20 +380,3 @@ def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
     if forward:
         return forward[0]
     return new[0] if new and len(begun) < groups else begun[0]
-
-
-def product() -> list[Composition]:
-    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule, with one
-    microbatch the two are one; a model whose buffers follow the batch has no replicas; masked rows come one by one, so that
-    some microbatches weigh nothing."""
-    out = []
-    for name, case in models.CASES.items():
-        if name in ("deep", "gpt_refilled"):  # for schedules with several chunks on a device
-            continue
-        for (pp, dp), m in product_of(((2, 1), (1, 2), (2, 2), (4, 1)), (1, 4, 8)):
-            if dp > 1 and name == "buffers":
-                continue
-            rows = 1 if case.loss is models.masked_cross_entropy and m > 1 else 2
-            schedules: tuple[Schedule, ...] = ("default",) if pp == 1 else ("gpipe",) if m == 1 else ("gpipe", "1f1b")
-            out += [Composition(name, pp, dp, m, schedule, rows=rows) for schedule in schedules]
-    return out

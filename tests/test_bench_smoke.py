@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import sys
 import tomllib
@@ -58,6 +59,12 @@ from piper_runtime.rank.rank import Rank
 from piper_simulator import load_cluster
 
 BENCHMARKS = Path(run.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it takes a time, a benchmark collects garbage, half a second each time; no time matters here."""
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
 
 
 @pytest.mark.parametrize("name", run.SECTIONS)

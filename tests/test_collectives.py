@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -150,12 +150,6 @@ def test_nccl_is_asked_for_each_on_the_stream_that_is_current() -> None:
 
 def test_every_transport_carries_every_collective() -> None:
     assert gloo.BINDINGS.keys() == nccl.BINDINGS.keys() == COLLECTIVES.keys()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(max(SIZES)) as workers:
-        yield workers
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -38,13 +38,6 @@ OVERLAP = 0.05
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    """Workers for up to four ranks."""
-    with Pool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def eight() -> Iterator[Pool]:
     with Pool(8) as pool:
         yield pool
@@ -109,19 +102,19 @@ def check(schedule: str, pp: int, dp: int, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "pp", "dp"), [("one_f_one_b", 4, 1), ("gpipe", 2, 2)])
-def test_time_truth(schedule: str, pp: int, dp: int, four: Pool) -> None:
-    check(schedule, pp, dp, four)
+def test_time_truth(schedule: str, pp: int, dp: int, pool: Pool) -> None:
+    check(schedule, pp, dp, pool)
 
 
-def test_time_truth_of_a_slow_rank(four: Pool) -> None:
+def test_time_truth_of_a_slow_rank(pool: Pool) -> None:
     """Rank 1 computes for twice as long: the other replica waits for it in the reduction, and not before."""
     case = compiled("one_f_one_b", 2, 2, microbatches=3)
     slow = replace(piper.load_cluster("h100x4"), slow_ranks={1: 2.0})
-    simulated, found = differences(case, four, slow)
+    simulated, found = differences(case, pool, slow)
     assert abs(found[-1]) <= TOLERANCE, found
     busy = [simulated.step_s - idle for idle in simulated.bubble_s]
     assert busy == pytest.approx([busy[0], 2 * busy[0], busy[2], busy[2]])
-    assert emulate(case, cluster=slow, costs=costs(case.plan), pool=four).trace.plan_key == case.plan.key
+    assert emulate(case, cluster=slow, costs=costs(case.plan), pool=pool).trace.plan_key == case.plan.key
 
 
 SCHEDULES = sorted(set(piper.recipes.RECIPES) - {"gpipe", "one_f_one_b"})
@@ -129,8 +122,8 @@ SCHEDULES = sorted(set(piper.recipes.RECIPES) - {"gpipe", "one_f_one_b"})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_time_truth_of_every_schedule(schedule: str, four: Pool) -> None:
-    check(schedule, 4, 1, four)
+def test_time_truth_of_every_schedule(schedule: str, pool: Pool) -> None:
+    check(schedule, 4, 1, pool)
 
 
 @pytest.mark.long
@@ -140,12 +133,12 @@ def test_time_truth_of_every_schedule_on_eight_ranks(schedule: str, eight: Pool)
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe_v"])
-def test_without_its_overlaps_a_plan_is_slower_by_what_the_simulator_says(schedule: str, four: Pool) -> None:
+def test_without_its_overlaps_a_plan_is_slower_by_what_the_simulator_says(schedule: str, pool: Pool) -> None:
     """The same orders, each pair written as two selections."""
     pairs = directives(schedule, 4, 1, microbatches=14)
     apart = tuple(replace(d, overlaps=()) if isinstance(d, piper.order) else d for d in pairs)
     with_pairs, without = synthetic(pairs, 4), synthetic(apart, 4)
-    (quick, quick_found), (slow, slow_found) = (differences(case, four) for case in (with_pairs, without))
+    (quick, quick_found), (slow, slow_found) = (differences(case, pool) for case in (with_pairs, without))
     gain = slow.step_s / quick.step_s - 1
     assert gain > 0.1, "pairs gain enough to be seen"
     seen = slow.step_s * (1 + slow_found[-1]) / (quick.step_s * (1 + quick_found[-1])) - 1
@@ -158,8 +151,8 @@ WIDE = [*((schedule, pp, 8 // pp) for schedule in ("gpipe", "one_f_one_b", "pipe
 
 @pytest.mark.long
 @pytest.mark.parametrize(("schedule", "pp", "dp"), MORE)
-def test_time_truth_of_the_other_recipes(schedule: str, pp: int, dp: int, four: Pool) -> None:
-    check(schedule, pp, dp, four)
+def test_time_truth_of_the_other_recipes(schedule: str, pp: int, dp: int, pool: Pool) -> None:
+    check(schedule, pp, dp, pool)
 
 
 @pytest.mark.long
@@ -185,23 +178,23 @@ def posted_late(plan: Plan) -> Plan:
     return with_program(plan, role, program)
 
 
-def test_negative_control_a_receive_posted_late_shows_in_both(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_receive_posted_late_shows_in_both(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.TRANSFER", 2 * F)  # half of it hides behind compute, if it is posted in time
     case = compiled("gpipe", 2, 1, microbatches=2)
-    on_time, good = differences(case, four)
-    late, found = differences(replace(case, plan=posted_late(case.plan)), four)
+    on_time, good = differences(case, pool)
+    late, found = differences(replace(case, plan=posted_late(case.plan)), pool)
     gap = late.step_s / on_time.step_s - 1
     assert gap > 2 * TOLERANCE, gap
     assert abs(good[-1]) <= TOLERANCE and abs(found[-1]) <= TOLERANCE, (good, found)
     assert (1 + found[-1]) * (1 + gap) - 1 > TOLERANCE, "hence the tolerance tells the two apart"
 
 
-def test_execute_emulates_in_simulated_seconds(four: Pool, tmp_path: Path) -> None:
+def test_execute_emulates_in_simulated_seconds(pool: Pool, tmp_path: Path) -> None:
     """A program whose seconds nobody wants to wait for."""
     program = piper.synthetic(stages=2, F=300.0, I=400.0, W=200.0)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
     found: Run = piper.execute(
-        piper.compile(program, strategy), steps=4, launcher="emulated", cluster=None, trace=True, out=tmp_path, pool=four
+        piper.compile(program, strategy), steps=4, launcher="emulated", cluster=None, trace=True, out=tmp_path, pool=pool
     )
     assert found.losses == [] and found.peak_bytes == {} and len(found.step_s) == 4
     assert found.trace.kind == "executed" and found.trace.step == 3
@@ -249,8 +242,8 @@ strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatch
 """
 
 
-def test_the_command_prints_simulated_beside_emulated(four: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.api.emulation.run", lambda *args, **kwargs: run(*args, **(kwargs | {"pool": four})))
+def test_the_command_prints_simulated_beside_emulated(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piper.api.emulation.run", lambda *args, **kwargs: run(*args, **(kwargs | {"pool": pool})))
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
     done = CliRunner().invoke(app, ["run", str(recipe), "--emulate", "h100x8", "--out", str(tmp_path / "runs")])

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -47,52 +48,55 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
-@lru_cache
+@cache
 def compiled() -> piper.Compiled:
     job = piper.Job(MLP, batch, nn.functional.mse_loss, optimizer, global_batch=16, tokens_per_row=1, clip_norm=1.0)
     recipe = [*piper.recipes.one_f_one_b(pp=2, microbatches=4), *piper.recipes.data_parallel(bucket_mb=0.0003)]
     return piper.compile(job, piper.Strategy(piper.Mesh(pp=2, dp=2), recipe))
 
 
-@lru_cache
-def workers() -> Pool:
-    return Pool(4)
-
-
-@lru_cache
-def run(launcher: str) -> piper.Run:
-    more = {} if launcher in ("inline", "ray") else {"pool": workers()}  # Ray is started and ended for this run
-    more |= {"cluster": "h100x8"} if launcher == "emulated" else {}
-    return piper.execute(compiled(), steps=3, launcher=launcher, trace=True, **more)
-
-
 LAUNCHERS = ("inline", "processes", "ray", "emulated")
+Runs = Callable[[str], piper.Run]
+Executed = tuple[Plan, Trace]
 
 
-@lru_cache
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest, pool: Pool) -> Runs:
+    """The run of the plan by a launcher, once each; Ray is joined when it is asked for."""
+
+    @cache
+    def found(launcher: str) -> piper.Run:
+        more: dict[str, Any] = {} if launcher in ("inline", "ray") else {"pool": pool}
+        more |= {"cluster": "h100x8"} if launcher == "emulated" else {}
+        more |= {"cluster": request.getfixturevalue("ray_address")} if launcher == "ray" else {}
+        return piper.execute(compiled(), steps=3, launcher=launcher, trace=True, **more)
+
+    return found
+
+
+@cache
 def by_hand(n: int) -> Plan:
     return collective_plans.plan(n)
 
 
-def executed(n: int, launcher: str) -> Trace:
+def executed(n: int, launcher: str, pool: Pool) -> Trace:
     """A plan with every collective of values, on n ranks."""
     plan = by_hand(n)
     if launcher == "simulate":
         return piper.simulate(plan, "h100x8", steps=2).trace
     if launcher == "emulated":
-        found = emulate(plan, durations_on(plan, piper.load_cluster("h100x8")), steps=2, trace=True, pool=workers())
+        found = emulate(plan, durations_on(plan, piper.load_cluster("h100x8")), steps=2, trace=True, pool=pool)
         return found.trace
-    more = {"pool": workers()} if launcher == "processes" else {}
+    more = {"pool": pool} if launcher == "processes" else {}
     job, code = collective_model.job(n), collective_model.code(n)
     return execute(plan, code, job, steps=3, launcher=launcher, trace=True, **more).trace  # type: ignore[arg-type]  # one of them
 
 
-Executed = tuple[Plan, Trace]
-RUNS: dict[str, Callable[[], Executed]] = {
-    "simulate": lambda: (compiled().plan, piper.simulate(compiled().plan, "h100x8", steps=2).trace),
-    **{name: lambda name=name: (compiled().plan, run(name).trace) for name in LAUNCHERS},
+RUNS: dict[str, Callable[[Runs, Pool], Executed]] = {
+    "simulate": lambda run, pool: (compiled().plan, piper.simulate(compiled().plan, "h100x8", steps=2).trace),
+    **{name: lambda run, pool, name=name: (compiled().plan, run(name).trace) for name in LAUNCHERS},
     **{
-        f"{name}, collectives of {n}": lambda name=name, n=n: (by_hand(n), executed(n, name))
+        f"{name}, collectives of {n}": lambda run, pool, name=name, n=n: (by_hand(n), executed(n, name, pool))
         for name in ("simulate", "inline", "processes", "emulated")
         for n in (2, 4)
     },
@@ -100,8 +104,8 @@ RUNS: dict[str, Callable[[], Executed]] = {
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def ran(request: pytest.FixtureRequest) -> Executed:
-    return RUNS[request.param]()
+def ran(request: pytest.FixtureRequest, run: Runs, pool: Pool) -> Executed:
+    return RUNS[request.param](run, pool)
 
 
 def by_rank(trace: Trace) -> dict[int, list[Span]]:
@@ -165,7 +169,7 @@ def test_negative_control_a_span_moved_early_is_noticed(ran: Executed) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["processes", "ray"])
-def test_executors_agree_on_losses_parameters_and_memory(launcher: str) -> None:
+def test_executors_agree_on_losses_parameters_and_memory(launcher: str, run: Runs) -> None:
     inline, processes = run("inline"), run(launcher)
     assert inline.losses == pytest.approx(processes.losses, rel=1e-6)
     assert inline.losses[-1] < inline.losses[0]

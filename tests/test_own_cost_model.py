@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -167,18 +166,12 @@ def test_searches_with_different_models_have_different_names() -> None:
     assert all(" at 0x" not in f for f in facts), "the same in another process"
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
-
-
-def test_an_emulated_run_rests_on_it(two: Pool) -> None:
+def test_an_emulated_run_rests_on_it(pool: Pool) -> None:
     """Every instruction sleeps in proportion to what the model says: seconds, where Piper's formulas say milliseconds."""
     case = compiled(microbatches=2)
     given = durations_on(case.plan, piper.load_cluster(CLUSTER), None, ConstantRates)
     assert {s for seconds in given.seconds.values() for s in seconds} == {0.0, 1.0, 2.0}
     simulated = piper.simulate(case.plan, CLUSTER, model=ConstantRates, contention=False)
-    options: dict[str, Any] = dict(steps=1, cluster=CLUSTER, model=ConstantRates, pool=two, trace=True)
+    options: dict[str, Any] = dict(steps=1, cluster=CLUSTER, model=ConstantRates, pool=pool, trace=True)
     for emulated in (emulate(case, **options), piper.execute(case, launcher="emulated", **options)):
         assert emulated.trace is not None and emulated.step_s[0] > 0.9 * simulated.step_s

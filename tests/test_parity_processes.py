@@ -3,7 +3,6 @@ values occurs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -54,13 +53,6 @@ def cover() -> list[Composition]:
             Composition(row["model"], pp, dp, m, row["schedule"], "recipe", rows, optimizer, clip, scheduler, bucket_mb=0.003)
         )
     return out
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Four workers for the whole cover."""
-    with Pool(4) as workers:
-        yield workers
 
 
 def judge(c: Composition, pool: Pool) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -176,7 +177,9 @@ def test_the_spread_of_host_seconds_is_over_all_repeats_and_ranks() -> None:
     assert _host(reports) == HostCosts(3.0, 2.5, 1.0, 2.5)
 
 
-def test_from_the_command_line(costs: Costs, tmp_path: Path) -> None:
+def test_from_the_command_line(costs: Costs, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the workers that are there; tests/test_cli_loop.py lets the command start its own."""
+    monkeypatch.setattr("piper_runtime.launch.open_pool", lambda *_, **__: nullcontext(pool))
     recipe, file, other = tmp_path / "recipe.py", tmp_path / "costs.json", tmp_path / "other.json"
     recipe.write_text(RECIPE)
     found = CliRunner().invoke(app, ["profile", str(recipe), "--rows", "2", "--repeats", "1", "--out", str(file)])

@@ -3,8 +3,6 @@ skip over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,12 +35,6 @@ def judge(c: Composition, pool: Pool | None = None) -> Run:
     run = compositions.run(c, plan, **options)
     parity.assert_parity(run, compositions.expected(c), label=repr(c))
     return run
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as workers:
-        yield workers
 
 
 @settings(max_examples=15)

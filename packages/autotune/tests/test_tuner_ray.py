@@ -1,4 +1,4 @@
-"""Scoring as Ray tasks, on a Ray of this test's own."""
+"""Scoring as Ray tasks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_process_without_ray_is_told_so() -> None:
 
 
 @pytest.fixture(scope="module")
-def tasks() -> Iterator[OnRay]:
-    link, of = connect("auto", 2), problem()
+def tasks(ray_address: str) -> Iterator[OnRay]:
+    link, of = connect(ray_address, 2), problem()
     made = OnRay(of, Programs(of, None), 120.0)
     yield made
     made.close()

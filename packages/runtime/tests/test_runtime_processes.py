@@ -1,5 +1,6 @@
 """One process per rank: equal to inline, and every way to fail ends in time, is named, and leaves nothing behind."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -25,12 +26,6 @@ from piper_runtime.rank.code import ShippedCode, missing_operators
 from piper_runtime.rank.shipping import RECIPE_MARK, pack
 
 TIMEOUT_S = 4.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as workers:
-        yield workers
 
 
 def alive(pid: int) -> bool:
@@ -78,6 +73,15 @@ def test_steps_are_told_while_the_run_goes_on(pool: Pool, tmp_path: Path) -> Non
     assert told.exists()
 
 
+def test_a_worker_collects_garbage_but_not_of_its_imports(pool: Pool) -> None:
+    def seen(step: int, rows: range) -> Any:
+        assert gc.isenabled() and gc.get_freeze_count() > 100_000
+        return batch(step, rows)
+
+    plan, job = chain(batch=seen)
+    assert len(run(plan, job, launcher="processes", pool=pool, steps=1).losses) == 1
+
+
 def test_a_pool_that_is_too_small_says_so() -> None:
     plan, job = chain(dp=2)
     with pytest.raises(ExecutionError, match="4 ranks, this pool has workers for 2"):
@@ -116,7 +120,11 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("what", NAMED)
+LONG = ("interrupt",)
+"""It goes the way of "exit"."""
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG)) for what in NAMED])
 def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
     kind, says = NAMED[what]
     plan, job = chain(batch=failing(what))
@@ -136,7 +144,7 @@ def pair() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "raise")) for kind in KINDS])
 def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pair: Pool) -> None:
     named_and_ended(pair, kind, 1, launcher="processes")
 
@@ -157,20 +165,20 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_all_processes(pool: Pool) -> None:
+def test_an_interrupt_ends_all_processes(pair: Pool) -> None:
     plan, job = chain(batch=failing("hang"))
-    pool.start()
-    pids = pool.pids
+    pair.start()
+    pids = pair.pids
     timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        run(plan, job, launcher="processes", pool=pool)
-    assert len(pids) == 4 and not any(map(alive, pids))
+        run(plan, job, launcher="processes", pool=pair)
+    assert len(pids) == 2 and not any(map(alive, pids))
 
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("launcher", ["processes", "inline"])
-def test_an_interrupted_run_brings_back_what_all_ranks_have(launcher: Any, pool: Pool) -> None:
+def test_an_interrupted_run_brings_back_what_all_ranks_have(launcher: Any) -> None:
     """All ranks end after one step: the states are those of a run of that many steps."""
 
     def interrupt(record: StepRecord) -> None:
@@ -178,9 +186,11 @@ def test_an_interrupted_run_brings_back_what_all_ranks_have(launcher: Any, pool:
             os.kill(os.getpid(), signal.SIGINT)
 
     plan, job = chain(pp=2, dp=2)
-    with pytest.raises(Interrupted) as caught:
-        run(plan, job, launcher=launcher, pool=pool if launcher == "processes" else None, steps=10**6, on_step=interrupt)
-    assert pool.pids == [] or launcher == "inline"
+    with Pool(4) as workers:
+        pool = workers if launcher == "processes" else None
+        with pytest.raises(Interrupted) as caught:
+            run(plan, job, launcher=launcher, pool=pool, steps=10**6, on_step=interrupt)
+        assert workers.pids == []
     steps = len(caught.value.run.losses)
     found, wanted = caught.value.run.state_dict(), run(plan, job, steps=steps).state_dict()
     assert 4 <= steps < 10**6 and all(torch.equal(t, wanted[n]) for n, t in found.items())

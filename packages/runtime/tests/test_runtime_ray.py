@@ -31,29 +31,10 @@ from piper_runtime.launch.request import make_requests
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device
 
-CLUSTER = """
-import sys
-from piper_runtime.launch.ray_cluster import connect
-link = connect("local", 4)
-print(link.ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-link.close()
-"""
-
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A cluster of one node with four CPUs, in a process of its own; pools join it by its address."""
-    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    host = subprocess.Popen([sys.executable, "-c", CLUSTER], start_new_session=True, **pipes)
-    assert host.stdout is not None
-    yield host.stdout.readline().strip()
-    host.communicate(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def pool(address: str) -> Iterator[RayPool]:
-    with RayPool(2, cluster=address) as workers:
+def pool(ray_address: str) -> Iterator[RayPool]:
+    with RayPool(2, cluster=ray_address) as workers:
         yield workers
 
 
@@ -107,13 +88,13 @@ def _code() -> Any:
     return CODE
 
 
-def test_more_ranks_than_cpus(address: str, pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_cpus(ray_address: str, pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExecutionError, match=r"8 ranks and needs 8 CPUs, the Ray cluster has 4 on 1 node; .*cluster=\"local\""):
-        RayPool(8, cluster=address).start()
+        RayPool(8, cluster=ray_address).start()
     monkeypatch.setattr(ray_placement, "PLACE_S", 0.5)
     pool.start()
     with pytest.raises(ExecutionError, match=r"4 ranks found no room .* within 0\.5 s: 2 CPUs and 0 GPUs are free"):
-        RayPool(4, cluster=address).start()
+        RayPool(4, cluster=ray_address).start()
 
 
 def test_ranks_ask_for_gpus_where_there_are_enough_and_runs_may_take_them() -> None:
@@ -146,17 +127,19 @@ import sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
 from piper_runtime.launch.ray_launcher import RayPool, _variables, gpus_per_rank
-plan, job = chain(pp=2)
-with RayPool(2, cluster="local") as pool:
+plan, job = chain(pp={ranks})
+with RayPool({ranks}, cluster="local") as pool:
     run(plan, job, launcher="ray", pool=pool)
     run(plan, job, launcher="ray", pool=pool, steps=10**6, on_step=lambda s: print("up", flush=True) if s.step == 3 else None)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "ranks"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long), (signal.SIGKILL, 2)]
+)
+def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals, ranks: int) -> None:
     """The interrupt goes to the whole group of processes, as at a terminal."""
-    command = [sys.executable, "-c", ALONE.format(path=sys.path)]
+    command = [sys.executable, "-c", ALONE.format(path=sys.path, ranks=ranks)]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     driver = subprocess.Popen(command, start_new_session=True, preexec_fn=_interruptible, **pipes)
     assert driver.stdout is not None and driver.stdout.readline() == "up\n", driver.communicate()[1]
@@ -181,7 +164,7 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.instants import descendants
 from pathlib import Path
 from piper_ir.errors import ExecutionError
-plan, job = chain(pp=2)
+plan, job = chain(pp={ranks})
 def fell(step):
     if step.step == 1:
         for pid in descendants(os.getpid()):
@@ -195,11 +178,12 @@ except ExecutionError as e:
 
 
 @pytest.mark.parametrize(
-    ("victim", "name"), [("gcs_server", r"head process \(GCS\)"), ("raylet", r"process on this machine \(raylet\)")]
+    ("victim", "name", "ranks"),
+    [("gcs_server", r"head process \(GCS\)", 1), ("raylet", r"process on this machine \(raylet\)", 2)],
 )
-def test_a_process_of_ray_that_dies_is_named_and_no_rank_is_blamed(victim: str, name: str) -> None:
-    command = [sys.executable, "-c", OUTLIVED.format(path=sys.path, victim=victim)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def test_a_process_of_ray_that_dies_is_named_and_no_rank_is_blamed(victim: str, name: str, ranks: int) -> None:
+    command = [sys.executable, "-c", OUTLIVED.format(path=sys.path, victim=victim, ranks=ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert re.fullmatch(rf"Ray's {name} died, so the run was ended\. .* start the run again\n", done.stdout), (
         done.stdout + done.stderr
     )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ atexit.register(threads)
 from packages.runtime.tests.chains import chain, run
 plan, job = chain(pp=2, clip_norm=0.01)
 steps = []
-for _ in range(2):
+for _ in range(2 if "RANK" in os.environ else 1):  # a second run goes on with the processes of torchrun
     found = run(plan, job, launcher="processes", timeout_s=30, on_step=lambda s: steps.append(s.step))
 states = {{n: t.double().sum().item() for n, t in found.state_dict().items()}}
 name = os.path.join({out!r}, os.environ.get("RANK", "plain"))
@@ -56,7 +57,7 @@ def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
     plain, zero, one = (json.loads((tmp_path / name).read_text()) for name in ("plain", "0", "1"))
     assert plain[0] == zero[0] == one[0] and plain[2] == zero[2] == one[2]
     assert zero[1] == one[1], "one Run for all"
-    assert plain[3] == zero[3] == [0, 1, 2, 0, 1, 2] and one[3] == []
+    assert 2 * plain[3] == zero[3] == [0, 1, 2, 0, 1, 2] and one[3] == []
     assert plain[4] == 2
     # One of gloo's that then lets go of a tensor would end the process with SIGABRT (`torchrun._leave`). CUDA keeps its own.
     if not torch.cuda.is_available():
@@ -81,20 +82,41 @@ except Exception as e:
 """
 
 
+def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FAILING.format(path=sys.path, action="raise ValueError('bad')"))
+    done = start(file, "--standalone", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    said = r"<0 ExecutionError: rank 0, step 1, instruction \d+ .*ValueError: bad"
+    assert re.search(said, done.stdout), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        ("raise ValueError('bad')", r"ExecutionError: rank 0, step 1, instruction \d+ .*ValueError: bad"),
-        ("raise SystemExit(0)", r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
+        pytest.param(
+            "raise SystemExit(0)",
+            r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+",
+            marks=pytest.mark.long,  # test_runtime_processes.py has it in `make test`
+        ),
         ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
     ],
 )
 def test_a_failure_is_one_error_on_every_rank(tmp_path: Path, action: str, says: str) -> None:
+    """Without torchrun, which ends the other ranks at once: anybody may start ranks with its variables."""
     file = tmp_path / "train.py"
     file.write_text(FAILING.format(path=sys.path, action=action))
-    done = start(file, "--standalone", "--nproc-per-node", "2")
-    assert done.returncode != 0
-    assert re.search(f"<0 {says}", done.stdout), done.stdout + done.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    same = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ranks = [
+        subprocess.Popen([sys.executable, str(file)], env=same | {"RANK": rank, "LOCAL_RANK": rank}, **pipes) for rank in "01"
+    ]
+    for rank, process in enumerate(ranks):
+        said = process.communicate(timeout=200)[0]
+        assert process.returncode and re.search(f"<{rank} {says}", said), said
 
 
 @pytest.fixture

@@ -26,6 +26,10 @@ from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S
 
+_WORKER = "import gc; gc.disable(); from piper_runtime.launch.worker_process import main; main()"
+"""What a worker's Python runs. The collector would look at the million objects of torch's modules again and again
+while they are made; `main` turns it on."""
+
 
 @dataclass
 class _Worker:
@@ -134,7 +138,7 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
     }
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "piper_runtime.launch.worker_process", json.dumps(vars(setup))],
+            [sys.executable, "-c", _WORKER, json.dumps(vars(setup))],
             stdin=subprocess.DEVNULL, env=environment, pass_fds=(setup.pipe, setup.lifeline),
             start_new_session=True,  # an interrupt at the terminal reaches the launcher only, which then ends its workers
         )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Serve the requests of one rank in a process: `python -m piper_runtime.launch.worker_process <setup>`.
+"""Serve the requests of one rank in a process, which `piper_runtime.launch.processes` starts.
 
-`piper_runtime.launch.processes` starts it. It serves requests from its pipe until the pipe closes. When the launcher is
-gone, however it ended, a second pipe closes too and the process ends at once.
+It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe
+closes too and the process ends at once.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -37,6 +38,8 @@ def serve(setup: Setup) -> None:
     # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
     context = WorkerContext(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
     warm_up()
+    gc.freeze()  # what has been imported stays for ever
+    gc.enable()
     context.tell("ready")
     while True:
         try:
@@ -60,7 +63,8 @@ def _end_with(lifeline: int, folder: Path) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve the rank of the setup in the command line, and end the process."""
     setup = Setup(**json.loads(sys.argv[1]))
     serve(setup)
     sys.stdout.flush()
