@@ -126,9 +126,10 @@ def _check_orders(graph: Graph) -> None:
     """Check that the one program of a device, or the data between devices, can keep all orders."""
     every = range(graph.microbatches)
     alike = {id: family[0].role for id, family in graph.families.items() if family[0].mbs == every and not _is_comm(family[0])}
+    most = graph.microbatches
     for (before, after), applied in graph.order_edges.items():
-        role = alike.get(before[0])
-        if role is not None and role == alike.get(after[0]) and before[1] in every and after[1] in every:
+        (first, i), (second, j) = before, after
+        if first in alike and alike[first] == alike.get(second) and -1 < i < most and -1 < j < most:
             continue
         a, b = graph.at(before), graph.at(after)
         if a is None or b is None or a.role != b.role or _is_comm(a) or _is_comm(b):

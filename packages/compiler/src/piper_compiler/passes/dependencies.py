@@ -83,7 +83,8 @@ def dependencies(graph: Graph) -> Dependencies:
     if graph.overlaps:
         source, target, joined = _join(source, target, [tuple(map(found.number, span)) for span in spans(graph)])
     written = len(graph.log)
-    ordered = {i for pair, applied in zip(pairs, graph.order_edges.values(), strict=True) if applied < written for i in pair}
+    asked = [pair for pair, applied in zip(pairs, graph.order_edges.values(), strict=True) if applied < written]
+    ordered = set(chain.from_iterable(asked))
     ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
     adds = {key: np.concatenate([found.numbers(k) for k in mine]) for key, mine in found.accumulators.items()}
     after = targets(source, target, len(of))

@@ -283,14 +283,22 @@ class _Final:
         start = self.start = _Trace()
         traces: dict[int, _Trace] = {}
         out: list[int] = []
+        transfers: dict[int, int] = {}
         mbs = self.drafted.mb[a:b].tolist()
         for template, mb, dying in zip(self.drafted.used[a:b], mbs, self.dying[a:b], strict=True):
-            if template.stream != COMPUTE or mb < 0 or template.aheads != (0,):
+            if template.stream != COMPUTE:
+                number = transfers.get(id(template))
+                if number is None:
+                    number = transfers[id(template)] = len(templates)
+                    kind = kinds.setdefault(id(template), len(kinds))
+                    templates.append(_with_frees(template, kind, {}, ()))
+                out.append(number)
+                continue
+            if mb < 0 or template.aheads != (0,):
                 out.append(self._joining(template, mb, dying, traces, known, kinds, templates))
                 continue
             before = traces.get(mb, start)
-            trace = before.then.get((id(template), 0)) or before.after(template, 0)
-            traces[mb] = trace
+            trace = traces[mb] = before.then.get((id(template), 0)) or before.after(template, 0)
             number = trace.known.get(dying)
             if number is None:
                 number = trace.known[dying] = len(templates)
@@ -309,9 +317,9 @@ class _Final:
         kinds: dict[int, int],
         templates: list[InstrTemplate],
     ) -> int:
-        """Return the number of a template that joins microbatches, or belongs to none."""
+        """Return the number of a template that computes and joins microbatches, or is of none."""
         found: list[_Trace] = []
-        for n in template.aheads if template.stream == COMPUTE and mb >= 0 else ():
+        for n in template.aheads if mb >= 0 else ():
             trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
             found.append(trace)
         key = id(template), dying, *map(id, found)
