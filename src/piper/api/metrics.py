@@ -61,11 +61,9 @@ class MetricsWriter(Protocol):
 
     def write(self, metrics: StepMetrics) -> None:
         """Take one step."""
-        ...
 
     def close(self) -> None:
         """Bring everything to where it belongs."""
-        ...
 
 
 class JsonLines:

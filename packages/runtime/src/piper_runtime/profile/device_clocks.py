@@ -23,15 +23,12 @@ class Clock(Protocol):
 
     def each(self, runs: Sequence[Thunk]) -> list[float]:
         """Run them in order; the seconds of each."""
-        ...
 
     def all(self, run: Thunk) -> float:
         """Return the seconds of one until the device is done with it."""
-        ...
 
     def sleep(self, seconds: float) -> None:
         """Let the host get so far ahead of the device, at least."""
-        ...
 
 
 class HostClock:
