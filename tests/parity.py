@@ -10,7 +10,18 @@ from typing import Any
 
 from piper.api.reference import FLOAT32, FLOAT64, STEPS, Difference, Reference, RunOutcome, differences, reference
 
-__all__ = ["FLOAT32", "FLOAT64", "STEPS", "Difference", "RunOutcome", "Reference", "assert_parity", "differences", "reference"]
+__all__ = [
+    "FLOAT32",
+    "FLOAT64",
+    "STEPS",
+    "Difference",
+    "RunOutcome",
+    "Reference",
+    "assert_parity",
+    "differences",
+    "outcome_of",
+    "reference",
+]
 
 
 def assert_parity(run: Any, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True, label: str = "") -> None:
@@ -20,3 +31,9 @@ def assert_parity(run: Any, expected: Reference, tolerance: float = FLOAT64, *, 
         lines = "\n  ".join(str(d) for d in found[:8])
         more = f"\n  and {len(found) - 8} more" if len(found) > 8 else ""
         raise AssertionError(f"{label + ': ' if label else ''}not what one device computes\n  {lines}{more}")
+
+
+def outcome_of(found: Reference) -> RunOutcome:
+    """The outcome of a run that computed what the reference did."""
+    gradients = [dict(g) for g in found.gradients]
+    return RunOutcome(list(found.losses), {0: gradients}, {0: {**found.parameters, **found.buffers}}, dict(found.state_dict))

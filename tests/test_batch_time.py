@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import piper
+from packages.report.tests.chrome_documents import problems
 from piper import Mesh, Run, Strategy, recipes
 from piper_ir.plan import COMPUTE
 from piper_ir.trace import BATCH
-from piper_report.chrome import chrome_trace, problems
+from piper_report.chrome import chrome_trace
 from piper_report.gantt import timelines
 from piper_report.phases import kinds
 from piper_report.summary import WAITING, beside_table, compute_seconds

@@ -24,7 +24,7 @@ def truth() -> parity.Reference:
 
 def changed(truth: parity.Reference, change: Callable[[parity.RunOutcome], object]) -> list[parity.Difference]:
     """What the judge says of a perfect run to which something was done."""
-    outcome = parity.RunOutcome.from_reference(truth)
+    outcome = parity.outcome_of(truth)
     found = change(outcome)
     return parity.differences(found if isinstance(found, parity.RunOutcome) else outcome, truth)
 
@@ -59,7 +59,7 @@ def test_gradients_four_times_too_large_are_found_although_the_losses_may_agree(
 
 def test_float32_is_coarser_but_not_blind(truth: parity.Reference) -> None:
     def judged(scale: float) -> set[str]:
-        outcome = parity.RunOutcome.from_reference(truth)
+        outcome = parity.outcome_of(truth)
         for name, grad in gradients(outcome, 1).items():
             gradients(outcome, 1)[name] = grad * scale
         return {d.name for d in parity.differences(outcome, truth, parity.FLOAT32, parameters=False)}

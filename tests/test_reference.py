@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
-from piper.api.reference import RunOutcome, differences, reference
+from piper.api.reference import differences, reference
 from piper.api.verification import verify_strategy
+from tests.parity import outcome_of
 
 WIDTH, LENGTH, ROWS, STEPS = 4, 6, 2, 3
 
@@ -114,9 +115,9 @@ def test_a_plan_with_complex_buffers_equals_one_device() -> None:
 
 def test_another_imaginary_part_is_a_difference() -> None:
     truth = reference(job(Rotated), steps=1)
-    assert differences(RunOutcome.from_reference(truth), truth) == []
+    assert differences(outcome_of(truth), truth) == []
     bent = {**truth.state_dict, "turns": truth.state_dict["turns"] + 1e-3j}
-    (found,) = differences(replace(RunOutcome.from_reference(truth), state_dict=bent), truth)
+    (found,) = differences(replace(outcome_of(truth), state_dict=bent), truth)
     assert found.name == "turns"
 
 

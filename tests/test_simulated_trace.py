@@ -2,9 +2,10 @@
 
 import pytest
 
+from packages.report.tests.chrome_documents import problems
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
-from piper_report.chrome import chrome_trace, problems
+from piper_report.chrome import chrome_trace
 from piper_report.summary import beside_table, prediction_table
 from piper_simulator import Simulation, simulate
 

@@ -14,7 +14,7 @@ from piper.api import capturing
 from piper.api.reference import FLOAT32, reference
 from piper.api.tolerance import BY_DTYPE, tolerances
 from piper.api.verification import compared, verify_strategy
-from tests.parity import RunOutcome
+from tests.parity import outcome_of
 
 WIDTH = 16
 
@@ -95,7 +95,7 @@ def test_negative_control_what_is_wrong_is_found_within_the_wider_tolerance() ->
     """Gradients that are too large by a ten-thousandth."""
     trained = job(torch.float64, float_entropy)
     expected = reference(trained, microbatches=2, steps=2)
-    wrong = RunOutcome.from_reference(expected)
+    wrong = outcome_of(expected)
     for gradients in wrong.gradients[0]:
         for gradient in gradients.values():
             gradient.mul_(1 + 1e-4)

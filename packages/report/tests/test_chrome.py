@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from packages.report.tests.chrome_documents import problems
 from piper_ir.trace import MemSample, Span, Trace
-from piper_report.chrome import chrome_trace, problems, write_chrome
+from piper_report.chrome import chrome_trace, write_chrome
 
 TRACE = Trace(
     "key",

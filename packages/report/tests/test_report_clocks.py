@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
+from packages.report.tests.chrome_documents import problems
 from piper_ir.trace import Trace
-from piper_report.chrome import chrome_trace, problems
+from piper_report.chrome import chrome_trace
 from piper_report.clocks import NOTE, aligned, offsets
 from piper_report.transfers import transfers
 

@@ -262,7 +262,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: st
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"cannot read the cluster file .*none\.toml"):
         load_cluster(tmp_path / "none.toml")
-    with pytest.raises(ClusterError, match="not JSON: a key stands twice among device, device"):
+    with pytest.raises(ClusterError, match="not JSON: the key 'device' stands twice in one object"):
         load_cluster(written(tmp_path, '{"device": "a", "device": "b"}', "c.json"))
 
 

@@ -13,11 +13,23 @@ from piper_ir.memory import with_peaks
 from piper_ir.plan import COMPUTE, Plan, State
 from piper_simulator import load_cluster, simulate
 from piper_simulator.cluster.named import DEVICES
-from piper_simulator.memory.device_memory import DeviceMemory, communicator_bytes, device_memory, device_type, pair_bytes
+from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import BESIDE, LINES
 
 H100 = load_cluster("h100x8")
 GIB = 1 << 30
+NCCL_CHANNELS = 32
+"""NCCL has at most so many channels (MAXCHANNELS, src/include/device.h, until 2.18; later versions may have more and
+use no more between GPUs of a node)."""
+NCCL_SIMPLE = 4 << 20
+NCCL_LL = 8 * 512 * 8 * 16
+NCCL_LL128 = 120 * 640 * 8 * 8
+"""A connection's buffer has so many bytes by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines
+per thread, threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an
+element)."""
+RECEIVED = 4
+"""A rank receives from so many connections of a channel: one of the ring, and of its tree the parent and two children.
+"""
 
 
 def heavy(nbytes: int, role: int = 0) -> Plan:
@@ -32,12 +44,18 @@ def heavy(nbytes: int, role: int = 0) -> Plan:
 
 
 def test_communicators_by_nccls_defaults() -> None:
-    """4 MiB, 512 KiB and 4.7 MiB per connection; 32 channels; and they are near what the built-in devices have."""
-    assert communicator_bytes(1, 1) == 4_194_304 + 524_288 + 4_915_200
-    assert pair_bytes() == 294 << 20
+    """4 MiB, 512 KiB and 4.7 MiB per connection; 32 channels; and they are near what the built-in devices have.
+
+    A communicator has one buffer for each protocol and each connection where it receives; that of a pair, on which one
+    broadcasts to the other, is a ring alone.
+    """
+    connection = NCCL_SIMPLE + NCCL_LL + NCCL_LL128
+    assert connection == 4_194_304 + 524_288 + 4_915_200
+    pair_bytes = NCCL_CHANNELS * connection
+    assert pair_bytes == 294 << 20
     for device in (kind.device for kind in DEVICES.values()):
-        assert device.p2p_bytes == pair_bytes()
-        assert communicator_bytes() == pytest.approx(device.group_bytes, rel=0.1), "measured: 1.27 GiB"
+        assert device.p2p_bytes == pair_bytes
+        assert pair_bytes * RECEIVED == pytest.approx(device.group_bytes, rel=0.1), "measured: 1.27 GiB"
 
 
 def test_the_totals_apart() -> None:

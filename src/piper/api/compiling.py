@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from piper.api.capturing import captured_job, program_at
-from piper_compiler import Lowered, Options, Strategy, Training, compile_program
+from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, PiperWarning
 from piper_ir.graph import Graph
@@ -77,30 +78,41 @@ def compile(
     if isinstance(source, Program):
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan)
-    from piper_runtime import Job
-    from piper_runtime.rank import optimizer_spec
-
-    if not isinstance(source, Job):
-        raise CompileError(f"compile: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
-    if global_batch is not None:
-        raise CompileError("compile: global_batch is given with a Program only; a Job has its own")
-    captured = captured_job(source)
-    spec = optimizer_spec(source, captured.program.params)
-    lowered = _with_remarks(captured)(
-        captured.program,
-        strategy,
-        global_batch=source.global_batch,
-        training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes),
-        costs=costs,
-        options=options,
-        at_rows=lambda rows: program_at(captured, rows),
-    )
+    captured, spec, training = trained_job("compile", source, global_batch)
+    with _remarks_in_errors(captured):
+        lowered = compile_program(
+            captured.program,
+            strategy,
+            global_batch=source.global_batch,
+            training=training,
+            costs=costs,
+            options=options,
+            at_rows=lambda rows: program_at(captured, rows),
+        )
     check_separable(spec, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
     made = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing)
     if notice := advancing_notice(made):
         warnings.warn(notice, PiperWarning, stacklevel=2)
     return made
+
+
+def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captured, OptimizerSpec, Training]:
+    """Capture a job; return also its optimizer and what a plan must know of its training.
+
+    CompileError, in the name of the `call`, for a source that is no job or has a `global_batch` beside it.
+    """
+    from piper_runtime import Job
+    from piper_runtime.rank import optimizer_spec
+
+    if not isinstance(source, Job):
+        raise CompileError(f"{call}: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
+    if global_batch is not None:
+        raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
+    captured = captured_job(source)
+    spec = optimizer_spec(source, captured.program.params)
+    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
+    return captured, spec, training
 
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
@@ -126,16 +138,13 @@ def advancing_notice(compiled: Compiled) -> str:
     )
 
 
-def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
-    """Return `compile_program` with errors that add the capture's remarks on their chunks."""
-
-    def compiled(*args: Any, **more: Any) -> Lowered:
-        try:
-            return compile_program(*args, **more)
-        except CompileError as error:
-            said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
-            if not said:
-                raise
-            raise CompileError("\n".join([str(error), *said]), error.chunks) from error
-
-    return compiled
+@contextmanager
+def _remarks_in_errors(captured: Captured) -> Iterator[None]:
+    """Add to a compiler's error what capture knows of the chunks that it is about."""
+    try:
+        yield
+    except CompileError as error:
+        said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
+        if not said:
+            raise
+        raise CompileError("\n".join([str(error), *said]), error.chunks) from error

@@ -60,12 +60,10 @@ class MetricsWriter(Protocol):
     """
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write one step."""
-        ...
+        """Take one step."""
 
     def close(self) -> None:
-        """Write what is left, and close."""
-        ...
+        """Bring everything to where it belongs."""
 
 
 class JsonLines:

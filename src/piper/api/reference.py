@@ -7,7 +7,6 @@ written rules.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -247,13 +246,6 @@ class RunOutcome:
         """Return the outcome of a run that was made with `gradients=True`."""
         tensors = {n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)}  # without a module's extra state
         return RunOutcome(run.losses, run.rank_gradients, run.rank_states, tensors)
-
-    @staticmethod
-    def from_reference(found: Reference) -> RunOutcome:
-        """Return the outcome of a perfect run on one rank, for controls of the judge itself."""
-        gradients = [dict(g) for g in found.gradients]
-        states = copy.copy({**found.parameters, **found.buffers})
-        return RunOutcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from statistics import median
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from piper.api.capturing import program_at
 from piper.api.clusters import chosen_cluster
+from piper.api.compiling import compile, trained_job
 from piper.api.results import new_folder, unless_empty
 from piper_autotune import Confirmation, SearchError, SearchProgress, Study, TuningProblem
 from piper_autotune import tune as search
-from piper_compiler import Strategy, Training
+from piper_compiler import Strategy
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, TuneError
+from piper_ir.errors import JobError, TuneError
 from piper_ir.program import Program
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel
 
@@ -165,21 +167,12 @@ def problem_of(
     """Return the tuning problem, and the keywords that bring a job's programs to the workers."""
     if isinstance(source, Program):
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
-    from piper.api.capturing import captured_job, program_at
-    from piper_runtime import Job
-    from piper_runtime.rank import OptimizerSpec, optimizer_spec
-
-    if not isinstance(source, Job):
-        raise CompileError(f"tune: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
-    if global_batch is not None:
-        raise CompileError("tune: global_batch is given with a Program only; a Job has its own")
-    captured = captured_job(source)
-    spec = optimizer_spec(source, captured.program.params)
-    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
+    captured, spec, training = trained_job("tune", source, global_batch)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
     problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
-    home = import_module(OptimizerSpec.__module__)
-    modules: tuple[ModuleType, ...] = (home,)  # by value: a worker that imported it would import torch
+    modules: tuple[ModuleType, ...] = (
+        import_module(type(spec).__module__),
+    )  # by value: a worker that imported it would import torch
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
 
 
@@ -218,7 +211,6 @@ def _measure(
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
 
     def measured(strategy: Strategy) -> Confirmation:
-        from piper.api.compiling import compile
         from piper.api.execution import execute
 
         run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)

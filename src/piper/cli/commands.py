@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Annotated
@@ -366,10 +367,10 @@ def doctor(as_json: AsJsonOption = False) -> None:
     Example: piper doctor
     """
     with user_errors(locals()):
-        from piper.cli.doctor import as_rows, examine, text
+        from piper.cli.doctor import examine, text
 
         findings = examine()
-        print(json.dumps(as_rows(findings)) if as_json else text(findings))
+        print(json.dumps([asdict(f) for f in findings]) if as_json else text(findings))
         if any(f.state == "missing" for f in findings):
             raise typer.Exit(1)
 

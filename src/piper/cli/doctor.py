@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from piper_ir.tools import usable_cores
 
 LIBRARIES = {
     "simpy": "simulation",
@@ -49,8 +50,7 @@ def _python() -> Finding:
 
 
 def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("cpu", "ok", f"{usable} cores; a run on CPUs wants one per rank")
+    return Finding("cpu", "ok", f"{usable_cores()} cores; a run on CPUs wants one per rank")
 
 
 def _memory() -> Finding:
@@ -130,8 +130,3 @@ def text(findings: list[Finding]) -> str:
     lines = [f"{f.name:<{wide}}  {f.state:<7}  {f.text}" for f in findings]
     missing = [f.name for f in findings if f.state == "missing"]
     return "\n".join([*lines, f"missing: {', '.join(missing)}" if missing else "nothing is missing"])
-
-
-def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:
-    """Return the findings for programs."""
-    return [{"name": f.name, "state": f.state, "text": f.text} for f in findings]

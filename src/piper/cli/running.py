@@ -11,13 +11,12 @@ from pathlib import Path
 
 from piper.api.costs_file import load_costs
 from piper.api.metrics import check_logs
-from piper.cli.launching import print_launch
 from piper.cli.loading import JobFile, load_file
 from piper.cli.options import LOG, RUNS, TIMEOUT_S, pairs
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.errors import JobError
-from piper_runtime.launch import is_first
+from piper_runtime.launch import is_first, launch_sections, launch_text
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,18 @@ def launch(arguments: RunArguments) -> None:
     }
     refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
     world = a.loaded().strategy.mesh.world
-    print_launch(a.file, world, nodes=a.nodes, params=a.params, options=options, refused=refused, as_json=a.as_json)
+    if wrong := [flag for flag, given in refused.items() if given]:
+        raise JobError(
+            f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray of its own: leave out "
+            f"{' and '.join(wrong)}"
+        )
+    given = [word for p in a.params for word in ("-p", p)]
+    for flag, value in options.items():
+        if value is not None and value is not False:
+            given += [flag] if value is True else [flag, str(value)]
+    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given)
+    lines = {name: section.lines for name, section in sections.items()}
+    print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
 
 
 def run(arguments: RunArguments) -> None:

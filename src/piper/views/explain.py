@@ -191,12 +191,8 @@ def _communication(plan: Plan) -> str:
 
 
 def _notes(compiled: Compiled) -> str:
-    return "\n".join(note for note in (_random_note(compiled), _advancing_note(compiled)) if note)
-
-
-def _advancing_note(compiled: Compiled) -> str:
-    notice = advancing_notice(compiled)
-    return f"note: {notice}" if notice else ""
+    found = filter(None, (_random_note(compiled), advancing_notice(compiled)))
+    return "\n".join(f"note: {note}" for note in found)
 
 
 def _random_note(compiled: Compiled) -> str:
@@ -205,6 +201,5 @@ def _random_note(compiled: Compiled) -> str:
         return ""
     rows = compiled.plan.rows
     return (
-        f"note: {random[0]} draws random numbers (dropout); "
-        f"strategies with {rows} rows per microbatch draw equal masks, others do not"
+        f"{random[0]} draws random numbers (dropout); strategies with {rows} rows per microbatch draw equal masks, others do not"
     )

@@ -74,15 +74,11 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
 
 
 def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
-    """Return the content of a JSON document without its format and version; raise FormatError if these differ."""
-    try:
-        data = json.loads(text, object_pairs_hook=unique_keys)
-    except json.JSONDecodeError as e:
-        cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
-        hint = " (is the file truncated?)" if cut else ""
-        raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
-    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
-        raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
+    """Return the content of a JSON document without the two keys that say its format and version.
+
+    FormatError when it has other ones, or is no JSON.
+    """
+    data = read_json(text, where)
     if not isinstance(data, dict):
         raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
     format_name, number = data.pop("format", None), data.pop("version", None)
@@ -91,6 +87,18 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
     if type(number) is not int or number != version:
         raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
     return data
+
+
+def read_json(text: str, where: str) -> Any:
+    """Return the content of a JSON text. FormatError when it is none, with the place and a hint when its end is missing."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as e:
+        cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
+        hint = " (is the file truncated?)" if cut else ""
+        raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
+    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
+        raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 from piper_ops.costs import KernelInfo, kernel_of, op_cost
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.frames import is_model_code
-from piper_ops.library import DIRECT, OP_KERNELS
+from piper_ops.library import DIRECT, OP_KERNELS, dtype_name
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_ops.lowering import Lowering, attention_lowering
 from piper_ops.norms import (
@@ -47,6 +47,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_dgrad",
     "cuda_workspace",
+    "dtype_name",
     "forward_step",
     "is_model_code",
     "kernel_of",

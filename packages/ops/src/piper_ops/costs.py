@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from piper_ops.few_flops import needs_no_formula
+from piper_ops.library import dtype_name
 from piper_ops.products import OF_LIBRARIES, PRODUCTS
 from piper_ops.registry import PORTABLE, Call, Formula, PortableOp
 
@@ -168,7 +169,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _dtype(tensors: Sequence[Tensor]) -> str:
     floating = [t for t in tensors if t.is_floating_point()] or tensors
-    return str(floating[0].dtype).removeprefix("torch.") if floating else "float32"
+    return dtype_name(floating[0].dtype) if floating else "float32"
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:

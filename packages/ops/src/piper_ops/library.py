@@ -26,6 +26,11 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as programs and plans write it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def define(
     name: str,
     schema: str,

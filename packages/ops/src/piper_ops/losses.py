@@ -27,7 +27,7 @@ _nll_loss = torch.ops.aten.nll_loss_forward.default
 _softmax = torch.ops.aten._softmax.out
 
 
-def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
+def _check(logits: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> None:
     if logits.dim() != 2 or tuple(target.shape) != tuple(logits.shape[:1]):
         raise UnsupportedVariant(
             f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} are not (N, C) and (N,)"
@@ -51,9 +51,7 @@ def _slices(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(1, logits.shape[0]), rows)]
 
 
-def _cross_entropy_fake(
-    logits: Tensor, target: Tensor, reduction: str = "mean", ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
+def _cross_entropy_fake(logits: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> tuple[Tensor, Tensor]:
     _check(logits, target, reduction)
     rows = logits.shape[:1]
     return contiguous_empty(logits, rows if reduction == "none" else ()), contiguous_empty(
@@ -87,13 +85,7 @@ def _slice_loss(logits: Tensor, target: Tensor, reduction: str, ignore_index: in
     return loss, (logits.gather(1, index) - log_probabilities.gather(1, index)).squeeze(1)
 
 
-def _cross_entropy_check(logits: Tensor, target: Tensor, reduction: str = "mean", ignore_index: int = -100) -> None:
-    _check(logits, target, reduction)
-
-
-def _dgrad_fake(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, reduction: str = "mean", ignore_index: int = -100
-) -> Tensor:
+def _dgrad_fake(grad_loss: Tensor, logits: Tensor, *_: object) -> Tensor:
     return contiguous_empty(logits, logits.shape)
 
 
@@ -161,7 +153,7 @@ cross_entropy = define(
     '(Tensor logits, Tensor target, str reduction="mean", int ignore_index=-100) -> (Tensor, Tensor)',
     _cross_entropy_fake,
     _cross_entropy_kernel,
-    check=_cross_entropy_check,
+    check=_check,
     backward=_backward,
     setup_context=_setup_context,
 )

@@ -65,10 +65,6 @@ def _layer_norm_kernel(
     return torch.native_layer_norm(x.contiguous(), normalized_shape, weight, bias, eps)
 
 
-def _layer_norm_check(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    _check("layer_norm", x, normalized_shape, weight, bias)
-
-
 def _kernel_weight(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor | None:
     """Return the weight as the kernel takes it.
 
@@ -79,9 +75,7 @@ def _kernel_weight(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Te
     return torch.ones(tuple(shape), dtype=torch.float32) if weight is None else weight.float()
 
 
-def _layer_norm_dgrad_fake(
-    grad_out: Tensor, x: Tensor, normalized_shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None
-) -> Tensor:
+def _dgrad_fake(grad_out: Tensor, x: Tensor, *_: object) -> Tensor:
     return contiguous_empty(x, x.shape)
 
 
@@ -96,67 +90,43 @@ def _layer_norm_dgrad_kernel(
 
 
 def _layer_norm_wgrad_fake(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    dtype: torch.dtype,
-    output_mask: Sequence[bool],
+    grad_out: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, dtype: torch.dtype, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    grad_weight, grad_bias = _param_grads(x, normalized_shape, dtype, output_mask)
+    grad_weight, grad_bias = _param_grads(x, shape, dtype, mask)
     return grad_weight, grad_bias
 
 
 def _layer_norm_wgrad_kernel(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    dtype: torch.dtype,
-    output_mask: Sequence[bool],
+    grad_out: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, dtype: torch.dtype, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    shape = list(normalized_shape)
+    shape = list(shape)
     # aten allocates the gradients after the parameters and reads nothing else of them
     like = torch.empty(shape, dtype=x.dtype if x.is_cuda else accumulate_dtype(x.dtype), device=x.device)
     _, grad_weight, grad_bias = _native_layer_norm_backward(
-        grad_out.contiguous(), x.contiguous(), shape, mean, rstd, like, like, [False, *output_mask]
+        grad_out.contiguous(), x.contiguous(), shape, mean, rstd, like, like, [False, *mask]
     )
     absent = torch.empty(0, dtype=dtype, device=x.device)
-    weight_wanted, bias_wanted = output_mask
+    weight_wanted, bias_wanted = mask
     return grad_weight.to(dtype) if weight_wanted else absent, grad_bias.to(dtype) if bias_wanted else absent.clone()
 
 
 def _layer_norm_backward_fake(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    output_mask: Sequence[bool],
+    grad_out: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_weight, grad_bias = _param_grads(x, normalized_shape, x.dtype, output_mask)
+    grad_weight, grad_bias = _param_grads(x, shape, x.dtype, mask)
     return contiguous_empty(x, x.shape), grad_weight, grad_bias
 
 
 def _layer_norm_backward_kernel(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    output_mask: Sequence[bool],
+    grad_out: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight = _kernel_weight(x, normalized_shape, weight)
+    weight = _kernel_weight(x, shape, weight)
     # as in wgrad: of the bias, no more is read than how its gradient is to be allocated
-    like = x.new_empty(normalized_shape, dtype=None if x.is_cuda else accumulate_dtype(x.dtype)) if weight is None else weight
+    like = x.new_empty(shape, dtype=None if x.is_cuda else accumulate_dtype(x.dtype)) if weight is None else weight
     grad_x, grad_weight, grad_bias = _native_layer_norm_backward(
-        grad_out.contiguous(), x.contiguous(), normalized_shape, mean, rstd, weight, like, [True, *output_mask]
+        grad_out.contiguous(), x.contiguous(), shape, mean, rstd, weight, like, [True, *mask]
     )
-    wants_weight, wants_bias = output_mask
+    wants_weight, wants_bias = mask
     grad_weight = grad_weight.to(x.dtype) if wants_weight else x.new_empty(0)
     return grad_x, grad_weight, grad_bias.to(x.dtype) if wants_bias else x.new_empty(0)
 
@@ -187,7 +157,7 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *stats: Tensor | Non
 layer_norm_dgrad = define(
     "layer_norm_dgrad",
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight) -> Tensor",
-    _layer_norm_dgrad_fake,
+    _dgrad_fake,
     _layer_norm_dgrad_kernel,
     direct=True,
 )
@@ -217,7 +187,7 @@ layer_norm = define(
     "(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     _layer_norm_fake,
     _layer_norm_kernel,
-    check=_layer_norm_check,
+    check=lambda x, shape, weight, bias, eps: _check("layer_norm", x, shape, weight, bias),
     direct=True,
     backward=_layer_norm_backward,
     setup_context=_layer_norm_setup,
@@ -248,12 +218,6 @@ def _rms_norm_kernel(
     rstd = wide.square().mean(_dims(x, normalized_shape), keepdim=True).add_(eps).rsqrt_()
     wide = wide * rstd
     return (wide if weight is None else wide.mul_(weight)).to(x.dtype), rstd
-
-
-def _rms_norm_dgrad_fake(
-    grad_out: Tensor, x: Tensor, normalized_shape: Sequence[int], rstd: Tensor, weight: Tensor | None
-) -> Tensor:
-    return contiguous_empty(x, x.shape)
 
 
 def _rms_norm_dgrad_kernel(
@@ -311,7 +275,7 @@ def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_rstd: Tensor | No
 rms_norm_dgrad = define(
     "rms_norm_dgrad",
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight) -> Tensor",
-    _rms_norm_dgrad_fake,
+    _dgrad_fake,
     _rms_norm_dgrad_kernel,
 )
 rms_norm_wgrad = define(

@@ -18,7 +18,9 @@ from piper_ops.lowering import attention_lowering
 from piper_ops.sdpa_kernels import KERNELS, AttentionOptions, BackwardKernel, ForwardKernel
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, _: object = None, gqa: bool = False
+) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UnsupportedVariant(f"attention: {shapes} are not all 4-dimensional, as [batch, T, heads, head_dim]")
@@ -26,7 +28,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
         raise UnsupportedVariant(f"attention: dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one floating-point dtype")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise UnsupportedVariant(f"attention: {shapes} do not match (batch sizes must be equal, none is broadcast)")
-    if q.shape[2] != k.shape[2] and (not enable_gqa or q.shape[2] % k.shape[2]):
+    if q.shape[2] != k.shape[2] and (not gqa or q.shape[2] % k.shape[2]):
         raise UnsupportedVariant(
             f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a whole ratio"
         )
@@ -83,31 +85,17 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, mask, is_causal, enable_gqa)
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, *options)
     batch, queries, heads, _ = q.shape
     out = contiguous_empty(q, (batch, queries, heads, v.shape[-1]))
     return out, contiguous_empty(q, (batch, heads, queries), accumulate_dtype(q.dtype))
 
 
 def _attention_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *_: bool
 ) -> tuple[Tensor, Tensor]:
-    forward, _ = _kernels(q, k, v, mask, is_causal)
+    forward = _kernels(q, k, v, mask, is_causal)[0]
     return run_forward(forward, q, k, v, mask, is_causal, scale)
 
 
@@ -120,29 +108,7 @@ def run_forward(
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-def _attention_check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    _check(q, k, v, mask, is_causal, enable_gqa)
-
-
-def _dgrad_fake(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _dgrad_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return contiguous_empty(q, q.shape), contiguous_empty(k, k.shape), contiguous_empty(v, v.shape)
 
 
@@ -217,7 +183,7 @@ attention = define(
     "-> (Tensor, Tensor)",
     _attention_fake,
     _attention_kernel,
-    check=_attention_check,
+    check=_check,
     direct=True,
     backward=_backward,
     setup_context=_setup_context,

@@ -7,8 +7,6 @@ category is a counter ("C"). The format is described in "Trace Event Format" of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from piper_ir.trace import BATCH, Trace
 
 MICROSECONDS = 1e6
 CATEGORIES = {COMPUTE: "compute", BATCH: "batch"}
-PHASES = {"M": ("name", "pid", "args"), "X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args")}
-"""The kinds of events written here, and the keys that each must have."""
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
@@ -52,35 +48,6 @@ def write_chrome(trace: Trace, path: Path) -> None:
     write_whole(path, json.dumps(chrome_trace(trace), separators=(",", ":")))
 
 
-def problems(document: object) -> list[str]:
-    """Return what a viewer would not read or would show wrongly; empty for a good document.
-
-    Beside keys and types this checks that each process and thread with events has a name, and that events of one thread
-    nest or follow each other.
-    """
-    if not isinstance(document, Mapping) or not isinstance(document.get("traceEvents"), list):
-        return ["an object with a list traceEvents is expected"]
-    out: list[str] = []
-    named: set[tuple[str, int, int]] = set()
-    used: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for i, event in enumerate(document["traceEvents"]):
-        wrong = _wrong(event)
-        if wrong:
-            out.append(f"event {i}: {wrong}")
-        elif event["ph"] == "M":
-            named.add((event["name"], event["pid"], event.get("tid", 0)))
-        elif event["ph"] == "X":
-            used.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for (pid, tid), spans in used.items():
-        if ("process_name", pid, 0) not in named or ("thread_name", pid, tid) not in named:
-            out.append(f"process {pid}, thread {tid}: no name")
-        spans.sort(key=lambda s: (s[0], -s[1]))
-        slack = 1e-9 * max(end for _, end in spans)  # ts + dur is rounded
-        if any(start < before - slack and before < end - slack for (_, before), (start, end) in pairwise(spans)):
-            out.append(f"process {pid}, thread {tid}: events overlap")
-    return out
-
-
 def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
 
@@ -94,25 +61,3 @@ def _counters(trace: Trace) -> list[dict[str, Any]]:
         {"ph": "C", "name": "memory", "pid": m.rank, "ts": m.time * MICROSECONDS, "args": categories[m.rank] | dict(m.bytes)}
         for m in trace.memory
     ]
-
-
-def _wrong(event: object) -> str:
-    """Return the fault of one event; "" for none."""
-    if not isinstance(event, Mapping):
-        return "an object is expected"
-    keys = PHASES.get(str(event.get("ph")))
-    if keys is None:
-        return f"ph is {event.get('ph')!r}; one of {', '.join(PHASES)} is expected"
-    for key in keys:
-        value: Any = event.get(key)
-        if key in ("pid", "tid"):
-            good = type(value) is int
-        elif key in ("ts", "dur"):
-            good = type(value) in (int, float) and 0 <= value < float("inf")
-        elif key == "args":
-            good = isinstance(value, Mapping) and (event["ph"] == "M" or all(type(v) is int for v in value.values()))
-        else:
-            good = isinstance(value, str) and value != ""
-        if not good:
-            return f"{key} is {value!r}"
-    return ""

@@ -46,12 +46,8 @@ def _guess(span: Span) -> InstrLabel:
     match found["step"] if found else None:
         case "I":
             return InstrLabel((("B" if "+" in span.name else "I", mb),))
-        case "F":
-            return InstrLabel((("F", mb),))
-        case "B":
-            return InstrLabel((("B", mb),))
-        case "W":
-            return InstrLabel((("W", mb),))
+        case "F" | "B" | "W" as phase:
+            return InstrLabel(((phase, mb),))
     return InstrLabel((("other", mb),))
 
 

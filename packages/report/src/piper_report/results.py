@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from piper_ir.codec import decode, loads, unique_keys
+from piper_ir.codec import decode, loads, read_json
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
@@ -229,7 +228,7 @@ def _plain(kind: type[T]) -> Reader[T]:
     """Return a reader for objects without format and version, which ignores unknown keys and checks the others."""
 
     def read(text: str, where: str) -> T:
-        return _checked(kind, _json(text, where), where)
+        return _checked(kind, read_json(text, where), where)
 
     return read
 
@@ -245,19 +244,9 @@ def _checked(kind: type[T], data: Any, where: str) -> T:
     return made
 
 
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except json.JSONDecodeError as e:
-        hint = " (is the file cut off?)" if e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated") else ""
-        raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
-    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
-        raise FormatError(f"{where}: not JSON that Piper writes: {e}") from None
-
-
 def _params(text: str, where: str) -> Mapping[str, Any]:
-    """Return only the values that made the strategy: a report needs no directives, which the compiler reads."""
-    data = _json(text, where)
+    """Return only the values that made the strategy: a report does without directives, which the compiler reads."""
+    data = read_json(text, where)
     if not isinstance(data, dict) or not isinstance(data.get("params", {}), dict):
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")
     params: Mapping[str, Any] = data.get("params", {})
@@ -266,7 +255,7 @@ def _params(text: str, where: str) -> Mapping[str, Any]:
 
 def _metrics(text: str, where: str) -> tuple[Metric, ...]:
     lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    return tuple(_checked(Metric, _json(line, f"{where}, line {n}"), f"{where}, line {n}") for n, line in lines)
+    return tuple(_checked(Metric, read_json(line, f"{where}, line {n}"), f"{where}, line {n}") for n, line in lines)
 
 
 def _check_together(results: Results) -> None:

@@ -17,6 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from piper_ir.phases import Phase
 
@@ -96,6 +97,16 @@ def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence
         ax.grid(True, color="#EBEBEB", linewidth=0.6)
         ax.set_axisbelow(True)
     return out
+
+
+def one_panel(height: float, x: str, y: str, *, numbered: bool = True) -> tuple[Figure, Axes]:
+    """Make a smaller figure with one pair of axes of these labels; `numbered` axes tick at whole numbers only."""
+    figure = new_figure(height, SMALLER)
+    (ax,) = panels(figure, 1)
+    ax.set(xlabel=x, ylabel=y)
+    if numbered:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, ax
 
 
 def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, least: int = 0, marks: int = 0) -> Picture:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from math import isfinite
 
-from matplotlib.ticker import MaxNLocator
-
 from piper_ir.tools import time_text
 from piper_report.results import Results
-from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
+from piper_report.style import BLUE, GREY, ORANGE, RED, Picture, one_panel, picture, time_unit
 
 WARMUP_STEPS = 3
 """The number of steps before steady state, which is the median of the later ones, as in piper_runtime."""
@@ -28,12 +26,8 @@ def loss_figure(results: Results) -> Picture | None:
     points = [(step, loss) for step, loss, _ in steps_of(results) if isfinite(loss)]
     if not points:
         return None
-    figure = new_figure(3.0, SMALLER)
-    (ax,) = panels(figure, 1)
+    figure, ax = one_panel(3.0, "step", "loss")
     ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
-    ax.set_xlabel("step")
-    ax.set_ylabel("loss")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     first, last = points[0][1], points[-1][1]
     alt = f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step {points[-1][0]}."
     return picture(figure, "loss", "Loss", alt, "Over the global batch of each step.", marks=len(points))
@@ -48,8 +42,7 @@ def step_time_figure(results: Results) -> Picture | None:
     predicted = results.predicted.period_s if results.predicted is not None else None
     lines = [v for v in (measured, predicted) if v is not None]
     unit = time_unit(max([s for *_, s in points] + lines))
-    figure = new_figure(3.0, SMALLER)
-    (ax,) = panels(figure, 1)
+    figure, ax = one_panel(3.0, "step", f"time of the step ({unit.name})")
     for name, colour, some in (("warm-up", GREY, points[:WARMUP_STEPS]), ("steady state", BLUE, points[WARMUP_STEPS:])):
         if some:
             ax.plot([p[0] for p in some], [p[2] * unit.scale for p in some], "o", color=colour, markersize=4, label=name)
@@ -57,9 +50,6 @@ def step_time_figure(results: Results) -> Picture | None:
         if value is not None:
             ax.axhline(value * unit.scale, color=colour, linestyle=dash, linewidth=1.4, label=f"{name}: {time_text(value)}")
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("step")
-    ax.set_ylabel(f"time of the step ({unit.name})")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     said = " and ".join(f"{n} {time_text(v)}" for n, v in (("measured", measured), ("predicted", predicted)) if v is not None)
     alt = f"Time of each of {len(points)} steps" + (f"; in steady state {said}." if said else ".")

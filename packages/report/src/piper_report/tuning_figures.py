@@ -7,12 +7,11 @@ from itertools import accumulate, cycle
 from math import isfinite
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from piper_ir.study import Row, StudyDocument
 from piper_ir.tools import size_text, time_text
 from piper_report import style
-from piper_report.style import Picture, new_figure, panels, picture
+from piper_report.style import Picture, one_panel, picture
 
 WIDE_RANGE = 20
 """The factor between values from which on they stand on a logarithmic axis."""
@@ -33,8 +32,7 @@ def history_figure(study: StudyDocument) -> Picture | None:
     if not found:
         return None
     unit = unit_of(found)
-    figure = new_figure(3.2, style.SMALLER)
-    (ax,) = panels(figure, 1)
+    figure, ax = one_panel(3.2, "trial", f"period ({unit.name})")
     numbers, periods = [t.number for t, _ in found], [p * unit.scale for _, p in found]
     ax.plot(numbers, periods, "o", color=style.BLUE, markersize=4, label="complete")
     best = list(accumulate(periods, min))
@@ -49,9 +47,6 @@ def history_figure(study: StudyDocument) -> Picture | None:
         ax.plot(rejected, [0.03] * len(rejected), "x", color=style.RED, transform=foot, label="rejected", clip_on=False)
         ax.margins(y=0.12)
     _log_if_wide(ax, periods)
-    ax.set_xlabel("trial")
-    ax.set_ylabel(f"period ({unit.name})")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     fall = f"{time_text(best[0] / unit.scale)} to {time_text(best[-1] / unit.scale)}"
     alt = f"Predicted period of {len(found)} complete trials in order; the best falls from {fall}; {len(rejected)} were rejected."
@@ -69,8 +64,8 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
         return None
     over = [(b, t.period_s) for t in study.trials if t.state == "rejected" and t.period_s and (b := held(t)) is not None]
     unit, space = unit_of(scored(study)), style.size_unit(max(b for b, _ in found + over))
-    figure = new_figure(3.6, style.SMALLER)
-    (ax,) = panels(figure, 1)
+    labels = f"peak memory of the fullest device ({space.name})", f"predicted period ({unit.name})"
+    figure, ax = one_panel(3.6, *labels, numbered=False)
 
     def columns(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
         return [b / space.scale for b, _ in points], [p * unit.scale for _, p in points]
@@ -89,8 +84,6 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
     if best:
         ax.plot(*columns(best), "*", color=style.ORANGE, markeredgecolor=style.INK, markersize=13, label="best")
     _log_if_wide(ax, [p for _, p in found])
-    ax.set_xlabel(f"peak memory of the fullest device ({space.name})")
-    ax.set_ylabel(f"predicted period ({unit.name})")
     figure.legend(loc="outside lower center", ncols=3 if study.device_limits else 5, frameon=False)
     alt = f"Predicted period against peak memory of {len(found)} candidates; {len(front)} are on the Pareto front."
     caption = "Left and below is better; on the front nothing is both quicker and smaller."

@@ -23,7 +23,7 @@ from piper_simulator.durations.cost_model import CostModelFactory, Work, model_f
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import footprint
-from piper_simulator.memory.oom import KEPT, OomVerdict, first_of
+from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.snapshot import Snapshot, snapshot
 from piper_simulator.metrics import executed_flops, flop_notes, idle_times, main_dtype, model_flops, without_formula
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
@@ -81,7 +81,7 @@ class Simulation:
     @property
     def oom(self) -> OomVerdict | None:
         """Return the verdict on the role that runs out of memory first; None when all fit."""
-        return first_of(self.ooms)
+        return min(self.ooms, key=lambda v: (v.time_s, v.ranks[0]), default=None)
 
     def memory(self, rank: int) -> dict[str, int]:
         """Return the bytes used on a rank's device at its peak, by lines that add up to its `device_bytes`.

@@ -7,13 +7,16 @@ output of an op with several outputs. In-place ops (only our own generated ones)
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from piper_compiler.capture._torch_joint import OpOverload
 
+Fact = TypeVar("Fact")
 UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """The ops whose schema does not say that the result shares the argument's storage."""
 
@@ -77,6 +80,19 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     value = node.meta["val"]
     items = value if isinstance(value, list | tuple) else (value,)
     return tuple(v for v in items if isinstance(v, torch.Tensor))
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """Return the op that makes the node's tensor: a getitem lives with its op."""
+    first = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def asked(of_op: Callable[[Any, Any, Any, Any], Fact], node: fx.Node) -> Fact:
+    """Return what a function says of a node's op, given the (fake) arguments and results."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return of_op(node.target, args, node.meta["val"], kwargs)
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from piper_compiler.capture.steady import check_steady
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
 from piper_ir.sizes import TensorSpec, affine, fit
+from piper_ops import dtype_name
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
 """The numbers of rows of the joint traces: two determine the sizes, the third checks them.
@@ -92,11 +93,11 @@ class _Assembly:
         return Program(
             chunks=tuple(chunks),
             params=tuple(
-                Param(p.name, TensorSpec(p.shape, _name(p.dtype)), p.tied, p.name in trained) for p in self._forward.params
+                Param(p.name, TensorSpec(p.shape, dtype_name(p.dtype)), p.tied, p.name in trained) for p in self._forward.params
             ),
-            buffers=tuple(Buffer(b.name, TensorSpec(b.shape, _name(b.dtype)), b.persistent) for b in self._forward.buffers),
+            buffers=tuple(Buffer(b.name, TensorSpec(b.shape, dtype_name(b.dtype)), b.persistent) for b in self._forward.buffers),
             batch=tuple(
-                BatchTensor(name, TensorSpec((affine(0, 1), *t.shape[1:]), _name(t.dtype)))
+                BatchTensor(name, TensorSpec((affine(0, 1), *t.shape[1:]), dtype_name(t.dtype)))
                 for name, t in self._forward.batch.items()
             ),
             loss_kind="sum" if self._forward.weight is not None else "mean",
@@ -172,7 +173,7 @@ class _Assembly:
             tensor = node.meta["example_value"]
             at2, at3, at5 = (concrete_shape(tensor, rows, node) for rows in (2, 3, 5))
             shape = tuple(fit(a, b) for a, b in zip(at2, at3, strict=True))
-            found = self._shapes[node] = TensorSpec(shape, _name(tensor.dtype))
+            found = self._shapes[node] = TensorSpec(shape, dtype_name(tensor.dtype))
             if found.bind(5).shape != at5:
                 raise explain(NotAffine(f"shapes {at2}, {at3}, {at5}"), str(node), {})
         return found
@@ -181,7 +182,3 @@ class _Assembly:
         slots = [f"{s.kind} {spec} {grad}" for s, spec, grad in zip(piece.slots, specs, needs_grad, strict=True)]
         text = "\n".join([self._cut.text(piece), *slots, str(list(mask))])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

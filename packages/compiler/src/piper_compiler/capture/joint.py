@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -46,21 +46,6 @@ class JointInput:
 
 
 @dataclass(frozen=True)
-class ExtraOutput:
-    """Describe an output behind the module's own: the new content of an input that the chunk changes in place.
-
-    Attributes:
-        kind: the kind of the input.
-        input: its index.
-        varies: whether it depends on a value, on a batch tensor or on random numbers.
-    """
-
-    kind: Literal["value", "buffer"]
-    input: int
-    varies: bool
-
-
-@dataclass(frozen=True)
 class TracedChunk:
     """Hold a chunk's steps, with plain integers as sizes; costs list every launch separately.
 
@@ -68,17 +53,16 @@ class TracedChunk:
         ports: as in `piper_ir.program`.
         steps: likewise.
         code: an entry per step that is not empty.
-        extra_outputs: outputs that follow the module's own.
-        output_grads: whether I or W reads the gradient of output k (the extra outputs follow). A mask given as True
-            becomes False where no input's gradient depends on it.
-        input_grads: whether the chunk makes the gradient of input k.
-        random: whether F draws random numbers.
+        output_grads: I or W reads the gradient of output k; behind the module's own follow those of values that the
+            chunk changes in place. A mask given as True becomes
+            False where no input's gradient depends on it.
+        input_grads: the chunk makes the gradient of input k.
+        random: F draws random numbers.
     """
 
     ports: Mapping[str, TensorSpec]
     steps: Mapping[Step, Signature]
     code: Mapping[Step, StepCode]
-    extra_outputs: tuple[ExtraOutput, ...]
     output_grads: tuple[bool, ...]
     input_grads: tuple[bool, ...]
     random: bool
@@ -87,9 +71,10 @@ class TracedChunk:
 def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`.
 
-    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient.
-    The module's outputs are followed by the values that it changes in place (`mutated_inputs`), in the order of the
-    inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made functional.
+    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
+    behind the module's outputs come those of the values that it changes in place, in the order of
+    the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
+    functional.
     """
     joint = _trace(module, inputs, tangent_mask)
     cut = phases.cut(joint)
@@ -103,18 +88,7 @@ def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_ma
         steps[step] = Signature(graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines))
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)
-    extra = tuple(
-        ExtraOutput("buffer" if inputs[k].kind == "buffer" else "value", k, _varies(joint, joint.outputs[joint.own_outputs + i]))
-        for i, k in enumerate(joint.mutated)
-    )
-    return TracedChunk(cut.ports, steps, code, extra, cut.output_grads, cut.input_grads, cut.random)
-
-
-def mutated_inputs(module: fx.GraphModule, inputs: Sequence[JointInput]) -> tuple[int, ...]:
-    """Return the indexes of the inputs that the chunk changes in place, in shape or in content."""
-    frozen = [replace(i, needs_grad=False) for i in inputs]
-    wrapper = _Wrapper(module, constants_of(module), len(inputs), (), ())
-    return _export(wrapper, module, frozen, wrapper.constants).mutated
+    return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random)
 
 
 def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
@@ -142,7 +116,7 @@ def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: S
             raise CaptureError(f"an in-place change of input {raw.mutated[0]} cannot be made functional{_where(wrapper.node)}")
     elif len(tangent_mask) != wrapper.outputs:
         raise CaptureError(f"the chunk has {wrapper.outputs} outputs but tangent_mask has {len(tangent_mask)} entries")
-    return _joint(raw, inputs, constants, mutated, wrapper.outputs - len(mutated))
+    return _joint(raw, inputs, constants, mutated)
 
 
 def _joint(
@@ -150,7 +124,6 @@ def _joint(
     inputs: Sequence[JointInput],
     constants: Mapping[str, torch.Tensor],
     mutated: tuple[int, ...],
-    own_outputs: int,
 ) -> Joint:
     graph = raw.module.graph
     _check(graph)
@@ -172,7 +145,6 @@ def _joint(
         kinds=tuple(i.kind for i in inputs),
         inputs=tuple(raw.primals[k] for k in range(len(inputs))),
         outputs=tuple(results[k] for k in range(len(results))),
-        own_outputs=own_outputs,
         tangents=raw.tangents,
         grads={k: g for k, g in gradients.items() if k < len(inputs)},
         mutated=mutated,
@@ -350,10 +322,3 @@ def _line_of(trace: str) -> str:
     path, number = lines[last].split('"')[1], lines[last].split("line ")[1].split(",")[0]
     code = lines[last + 1].strip() if last + 1 < len(lines) else ""
     return f" at {path}:{number}: {code}"
-
-
-def _varies(joint: Joint, output: fx.Node) -> bool:
-    return any(
-        phases.is_random(n) or (n in joint.inputs and joint.kinds[joint.inputs.index(n)] in ("value", "batch"))
-        for n in phases.ancestors([output])
-    )

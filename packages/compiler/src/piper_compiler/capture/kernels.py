@@ -17,7 +17,7 @@ from piper_ops import KernelInfo, kernel_of
 
 def cost(step: StepGraph) -> Cost:
     """Return the kernels one by one, in the order of their launch."""
-    return listed(_kernel(n) for n in step.graph.nodes if n.op == "call_function" and _launches(n))
+    return listed(aliasing.asked(kernel_of, n) for n in step.graph.nodes if n.op == "call_function" and _launches(n))
 
 
 def listed(launched: Iterable[KernelInfo]) -> Cost:
@@ -33,8 +33,3 @@ def counted(cost: Cost) -> Cost:
 def _launches(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return node.target is not operator.getitem and (not aliasing.is_view(node) or (schema is not None and schema.is_mutable))
-
-
-def _kernel(node: fx.Node) -> KernelInfo:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return kernel_of(node.target, args, node.meta["val"], kwargs)

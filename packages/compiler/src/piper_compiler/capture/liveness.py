@@ -47,23 +47,12 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     at_line = _bytes_at_lines(lines, last)
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
-    inside_too = [(number, held + _cpu_workspace(lines[number].node)) for number, held in at_line]
+    inside_too = [(number, held + aliasing.asked(cpu_workspace, lines[number].node)) for number, held in at_line]
     segments = [tuple(size for number, size in inside_too if start < number <= end) for start, end in spans]
-    kernels = [(number, _inside(held, own)) for number, held in at_line if (own := _own(lines[number].node)) is not None]
+    of_cuda = [(number, held, aliasing.asked(cuda_workspace, lines[number].node)) for number, held in at_line]
+    kernels = [(number, _inside(held, own)) for number, held, own in of_cuda if own is not None]
     inside = [tuple(k for number, k in kernels if start < number <= end) for start, end in spans] if kernels else []
     return Liveness(tuple(consumed), tuple(segments), tuple(inside))
-
-
-def _own(node: fx.Node) -> Workspace | None:
-    """Return the memory that a node's kernel allocates inside on a CUDA device."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return cuda_workspace(node.target, args, node.meta["val"], kwargs)
-
-
-def _cpu_workspace(node: fx.Node) -> int:
-    """Return the bytes that a node's kernel allocates inside on a CPU."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return cpu_workspace(node.target, args, node.meta["val"], kwargs)
 
 
 def _inside(held: int, own: Workspace) -> Inside:

@@ -8,6 +8,7 @@ import torch
 
 from piper_compiler.capture.concrete import line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
+from piper_ops import dtype_name
 
 
 @dataclass(frozen=True)
@@ -31,4 +32,4 @@ def narrowest(forward: Forward) -> Narrow | None:
         return None
     # Of two types with as many bytes the one that keeps fewer digits.
     dtype, node = min(found, key=lambda item: (item[0].itemsize, -torch.finfo(item[0]).eps))
-    return Narrow(str(dtype).removeprefix("torch."), line_of(node))
+    return Narrow(dtype_name(dtype), line_of(node))

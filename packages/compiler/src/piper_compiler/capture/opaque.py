@@ -28,7 +28,7 @@ from piper_compiler.capture.kernels import listed
 from piper_ir.errors import CaptureError
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
-from piper_ops import backward_step, forward_step, kernel_of, storage_key
+from piper_ops import backward_step, dtype_name, forward_step, kernel_of, storage_key
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def trace_opaque(
     constants = constants_of(module)
     body = _body(module, tuple(constants))
     trial = _Trial(module, inputs, tuple(tangent_mask), constants)
-    specs = [TensorSpec(tuple(i.example.shape), _dtype(i.example)) for i in inputs]
+    specs = [TensorSpec(tuple(i.example.shape), dtype_name(i.example.dtype)) for i in inputs]
     ports = {f"in{k}": spec for k, spec in enumerate(specs)}
     ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
     values = [k for k in trial.used if inputs[k].kind == "value"]
@@ -74,7 +74,7 @@ def trace_opaque(
     source = f"# step F\n{body}\n\nstep = forward_step(body, {wanted}, {list(comes)}, [{', '.join(fixed)}])\n"
     code = {"F": StepCode(source, fixed), **code}
     grads = tuple(k in trial.used for k in range(len(inputs)))
-    return TracedChunk(ports, steps, code, (), comes, grads, random)
+    return TracedChunk(ports, steps, code, comes, grads, random)
 
 
 def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
@@ -243,7 +243,7 @@ class _Trial:
         self.forward = watch.begin()
         made = self._forward()
         results = made[: len(self.tangents)]
-        self.outputs = [TensorSpec(tuple(t.shape), _dtype(t)) for t in results]
+        self.outputs = [TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for t in results]
         self.saved = watch.live - sum(t.untyped_storage().nbytes() for t in results)
         self.backward = _Observed()
         if self.used:
@@ -280,7 +280,3 @@ def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Sig
         observed.kernels.append(kernel_of(aten.add_.Tensor, (like, like), like, {}))
     freed = Liveness(tuple(range(len(params))), ((),) * (len(params) + 1))
     return Signature(tuple(gradients), (), tuple(params), observed.cost(), freed), StepCode(source)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -13,7 +13,6 @@ like any other node.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,8 +86,10 @@ def cut(joint: Joint) -> ChunkSteps:
     params = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "param"}
 
     step_i = _close(values.values(), lambda n: n in backward or _repeatable(n, joint))
-    step_w = _close(params.values(), lambda n: (n in backward and _producer(n) not in step_i.body) or _repeatable(n, joint))
-    handed = sorted((n for n in step_w.needs if _producer(n) in step_i.body), key=rank.__getitem__)
+    step_w = _close(
+        params.values(), lambda n: (n in backward and aliasing.producer(n) not in step_i.body) or _repeatable(n, joint)
+    )
+    handed = sorted((n for n in step_w.needs if aliasing.producer(n) in step_i.body), key=rank.__getitem__)
     saved = sorted(
         (n for n in step_i.needs | step_w.needs if n.op == "call_function" and n not in handed and n not in backward),
         key=rank.__getitem__,
@@ -150,13 +151,6 @@ def _close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> _Plan
         elif node.op != "get_attr":
             plan.needs.add(node)
     return plan
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    """Return the op that makes the node's tensor: a getitem lives with its op."""
-    first = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(first, fx.Node)
-    return first
 
 
 def _repeatable(node: fx.Node, joint: Joint) -> bool:

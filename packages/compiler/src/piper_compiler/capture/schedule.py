@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from piper_compiler.capture import aliasing
 from piper_compiler.capture.stepgraph import StepGraph
 
 
@@ -40,11 +41,11 @@ def schedule(step: StepGraph) -> tuple[Line, ...]:
         if node.op == "get_attr" or any(u.op == "output" for u in users):
             continue
         if node.op == "placeholder" or node in line_of or node.target is operator.getitem:
-            own = line_of.get(_producer(node), 0)
+            own = line_of.get(aliasing.producer(node), 0)
             last[node] = max((line_of[u] for u in users), default=own)
     drops: list[list[fx.Node]] = [[] for _ in nodes]
     for node, line in last.items():
-        is_variable = node.op == "placeholder" or node in makes[line_of[_producer(node)]]
+        is_variable = node.op == "placeholder" or node in makes[line_of[aliasing.producer(node)]]
         if is_variable and nodes:
             drops[line].append(node)
     return tuple(Line(n, m, tuple(d)) for n, m, d in zip(nodes, makes, drops, strict=True))
@@ -53,11 +54,3 @@ def schedule(step: StepGraph) -> tuple[Line, ...]:
 def _results(node: fx.Node) -> tuple[fx.Node, ...]:
     items = [u for u in node.users if u.target is operator.getitem]
     return tuple(sorted(items, key=lambda u: int(u.args[1]))) if items else (node,)  # type: ignore[arg-type]  # getitem: (source, index)
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    if node.target is operator.getitem:
-        producer = node.args[0]
-        assert isinstance(producer, fx.Node)
-        return producer
-    return node

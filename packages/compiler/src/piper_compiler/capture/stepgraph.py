@@ -16,6 +16,7 @@ from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_ir.sizes import TensorSpec
+from piper_ops import dtype_name
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ class Joint:
     Attributes:
         kinds: the kind of each input.
         inputs: placeholders by input index.
-        outputs: the first `own_outputs` are the module's, the last belong to `mutated` inputs.
+        outputs: those of the module; behind them, what `mutated` inputs hold afterwards.
         tangents: placeholders by output index.
         grads: input -> the node of its gradient.
         mutated: inputs that are changed in place.
@@ -38,7 +39,6 @@ class Joint:
     kinds: tuple[str, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    own_outputs: int
     tangents: Mapping[int, fx.Node]
     grads: Mapping[int, fx.Node]
     mutated: tuple[int, ...]
@@ -75,7 +75,7 @@ class Storage:
 def spec_of(node: fx.Node, shape: tuple[int, ...] | None = None) -> TensorSpec:
     """Return the spec of a node's tensor, under another shape of as many elements if one is given."""
     value = aliasing.tensor(node)
-    return TensorSpec(tuple(value.shape) if shape is None else shape, str(value.dtype).removeprefix("torch."))
+    return TensorSpec(tuple(value.shape) if shape is None else shape, dtype_name(value.dtype))
 
 
 def whole(port: str, node: fx.Node) -> Storage:

@@ -51,11 +51,8 @@ class Stream:
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:
             name = other[0].name(other[0].each[0])
-            raise fail(
-                self,
-                2,
-                f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'",
-            )
+            message = f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'"
+            raise fail(self, 2, message)
         selected = {(n.id, mb) for n in nodes for mb in n.each}
         touched = {(channel_of(n), type(n.op)) for n in nodes}
         transfers = [n for op in ("send", "recv") for id in graph.index.get(("op", op), ()) for n in graph.families[id]]

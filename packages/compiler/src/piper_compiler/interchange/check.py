@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import get_args
 
 from piper_compiler.actions import Action, ActionPhase
@@ -44,9 +45,6 @@ class TableFacts:
     @property
     def stages(self) -> int:
         return len(self.home)
-
-    def device_of(self, stage: int) -> int | None:
-        return self.home.get(stage)
 
     def source(self, action: Action) -> Action | None:
         """Return the action of a neighbouring stage whose output this one reads, or None where it reads none."""
@@ -122,8 +120,8 @@ def _check_complete(facts: TableFacts) -> None:
     """Check that stages and microbatches count from 0, and each pair of them has a forward and a backward."""
     actions = [e for e in facts.at if isinstance(e, Action)]
     if not actions:
-        raise CellFault(0, 0, "the table is empty; a schedule needs at least one action")
-    for name, plural, number in (("stage", "stages", _stage), ("microbatch", "microbatches", _microbatch)):
+        raise CellFault(0, 0, "the table is empty; a schedule computes something")
+    for name, plural, number in (("stage", "stages", attrgetter("stage")), ("microbatch", "microbatches", attrgetter("mb"))):
         numbers = {number(a) for a in actions}
         if len(numbers) <= max(numbers):
             missing = next(n for n in range(max(numbers)) if n not in numbers)
@@ -142,14 +140,6 @@ def _check_complete(facts: TableFacts) -> None:
                 raise CellFault(
                     *there, f"stage {stage} has {names} for microbatch {mb}; it needs one F and either one B or one I and one W"
                 )
-
-
-def _stage(action: Action) -> int:
-    return action.stage
-
-
-def _microbatch(action: Action) -> int:
-    return action.mb
 
 
 def _check_phases(facts: TableFacts) -> None:

@@ -164,17 +164,8 @@ def _reduce(edit: Editor) -> None:
         for role in bucket.roles:
             stream = edit.channels[bucket.channel].stream_on(role)
             coords: dict[str, int | str] = {"phase": "B", "op": "allreduce", "bucket": bucket.id}
-            edit.add(
-                Node(
-                    f"reduce.{bucket.id}#{role}",
-                    Collective("all_reduce", bucket.channel, bucket.id),
-                    coords,
-                    (),
-                    (),
-                    role,
-                    stream,
-                )
-            )
+            op = Collective("all_reduce", bucket.channel, bucket.id)
+            edit.add(Node(f"reduce.{bucket.id}#{role}", op, coords, (), (), role, stream))
 
 
 def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:

@@ -55,19 +55,15 @@ class StreamApi(Protocol):
 
     def current(self) -> Any:
         """Return the stream that is current in this thread."""
-        ...
 
     def stream(self) -> Any:
         """Return a new stream."""
-        ...
 
     def event(self, *, timed: bool = False) -> Any:
         """Return a new event."""
-        ...
 
     def bound(self, stream: Any, work: Thunk) -> Thunk:
-        """Return the closure that runs `work` on the host, with its device operations on `stream`."""
-        ...
+        """Return the closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
 
 
 class CudaApi:

@@ -24,20 +24,19 @@ class Team(WatchedTeam, Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Return process ids by rank."""
-        ...
+        """Process ids by rank."""
 
     def send(self, requests: Mapping[int, Any]) -> None:
-        """Give every rank its request; a request that several ranks share is sent once."""
-        ...
+        """Give every rank its request; what several ranks share goes once."""
 
     def finish_early(self, steps: int) -> bool:
-        """Let all ranks end their run together, that many steps after the first rank's; return False if impossible."""
-        ...
+        """Let all ranks end their run together, that many steps after the one that the first of them is in.
+
+        False where they cannot be told.
+        """
 
     def end(self) -> None:
         """End every worker, and wait until those of this machine are gone."""
-        ...
 
 
 T = TypeVar("T", bound=Team)

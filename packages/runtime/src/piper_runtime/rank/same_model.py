@@ -10,6 +10,7 @@ import torch
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
+from piper_ops import dtype_name
 from piper_runtime.rank.job import InitialState
 
 ADVICE = "The model function gives another model than when it was compiled: compile the job again (piper.compile)"
@@ -77,6 +78,6 @@ def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, torc
         shape, now = [bind(d, 0) for d in spec.shape], list(made[name].shape)
         if now != shape:
             yield f"has {kind} {name!r} of shape {now}; in the compiled one it has {shape}"
-        dtype = str(made[name].dtype).removeprefix("torch.")
+        dtype = dtype_name(made[name].dtype)
         if dtype != spec.dtype:
             yield f"has {kind} {name!r} of {dtype}; in the compiled one it is of {spec.dtype}"

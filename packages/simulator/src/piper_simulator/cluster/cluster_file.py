@@ -27,6 +27,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+from piper_ir.codec import unique_keys
 from piper_ir.costs import CommDuration, Duration
 from piper_ir.errors import ClusterError
 from piper_simulator.cluster.checks import (
@@ -160,17 +161,9 @@ def _parsed(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as e:
         raise ClusterError(f"cannot read the cluster file {path}: {e}") from None
     try:
-        return json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys) if path.suffix == ".json" else tomllib.loads(text)
     except (RecursionError, ValueError) as e:
         raise ClusterError(f"{path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {e}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of JSON; raise an error for a key that occurs twice, as TOML does."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        raise ValueError(f"a key stands twice among {', '.join(k for k, _ in pairs)}")
-    return out
 
 
 def _base(found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKind]) -> tuple[NodeKind | None, str]:

@@ -59,10 +59,7 @@ def crossed(cluster: Cluster, members: Sequence[int]) -> list[SlowLink]:
 def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
     """Describe where these ranks are: how many, on which nodes, over which slow links."""
     per_node = cluster.per_node
-    count: dict[int, int] = {}
-    for rank in members:
-        node = rank // per_node
-        count[node] = count.get(node, 0) + 1
+    count = Counter([rank // per_node for rank in members])
     slow = crossed(cluster, members)
     inter, intra = ([x.factor for x in slow if (x.a == x.b) is within] for within in (False, True))
     rails = {cluster.rail_of(r) for r in members} if len(count) > 1 and cluster.network.rails > 1 else ()

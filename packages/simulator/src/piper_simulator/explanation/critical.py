@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Literal
 
 from piper_ir.timing import Prepared, Times
@@ -50,7 +50,8 @@ class Chains:
         for nodes in prepared.streams:
             for a, b in pairwise(nodes):
                 self._before[b] = a
-        self._issued = _issued(prepared, issue)
+        every = [accumulate(repeat(issue, end - first)) for first, end in pairwise(prepared.offsets)] if issue else []
+        self._issued = list(chain.from_iterable(every))
 
     def critical_path(self) -> tuple[PathPiece, ...]:
         """Return the pieces from the start of the step to its makespan, without a gap; none for a step without time."""
@@ -104,16 +105,3 @@ class Chains:
             if self._issued and self._issued[m] > latest:
                 found, latest = (m, "start"), self._issued[m]
         return found
-
-
-def _issued(prepared: Prepared, issue: float) -> list[float]:
-    """Return when each node is issued, added up as `sweep` does; empty when issuing takes no time."""
-    if not issue:
-        return []
-    out = []
-    for first, end in pairwise(prepared.offsets):
-        clock = 0.0
-        for _ in range(first, end):
-            clock += issue
-            out.append(clock)
-    return out

@@ -9,40 +9,6 @@ from piper_ir.plan import DeviceType, Plan, RolePlan
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 
-MIB = 1 << 20
-NCCL_CHANNELS = 32
-"""The most channels of NCCL (MAXCHANNELS, src/include/device.h, until 2.18).
-
-Later versions may have more and use no more between GPUs of a node.
-"""
-NCCL_SIMPLE = 4 * MIB
-NCCL_LL = 8 * 512 * 8 * 16
-NCCL_LL128 = 120 * 640 * 8 * 8
-"""The bytes of a connection's buffer by protocol.
-
-Source: NCCL, src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines per thread, threads, steps, bytes of a line;
-DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an element.
-"""
-RECEIVED = 4
-"""The connections of a channel from which a rank receives: one of the ring, and the tree's parent and two children."""
-
-
-def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
-    """Return the bytes of the buffers of a communicator of several ranks, by NCCL's defaults.
-
-    A connection has one buffer for each protocol where it receives. `Device.group_bytes` of the built-in devices was
-    measured instead: 1.27 GiB on an A100; this is 1.15.
-    """
-    return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
-
-
-def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
-    """Return the bytes of the buffers of a communicator of two ranks on which one broadcasts to the other.
-
-    `piper_runtime.transport.nccl` sends so: over a ring alone. It was not measured.
-    """
-    return communicator_bytes(channels, 1)
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,3 @@ def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled:
         f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the limit of {size_text(limit)}; "
         f"fullest in {fullest}: {', '.join(filled)}"
     )
-
-
-def first_of(verdicts: Sequence[OomVerdict]) -> OomVerdict | None:
-    """Return the verdict whose failure comes first."""
-    return min(verdicts, key=lambda v: (v.time_s, v.ranks[0]), default=None)
