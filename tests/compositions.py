@@ -342,6 +342,9 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
 def fitted(c: Composition) -> Composition:
     """The composition on as many devices as its model can fill."""
     program = captured(c.model, c.precision).program
+    updates_buffers = models.CASES[c.model].buffers
+    if c.schedule == "dualpipe" and updates_buffers:  # it runs each stage on two devices, whose copies would differ
+        c = replace(c, schedule="random")
     if c.schedule in PIPELINES:
         stages = [pp for pp in (c.pp, 2) if not (c.schedule == "dualpipe" and pp % 2) and has_stages(program, pp * chunks_of(c))]
         if stages:
@@ -349,7 +352,6 @@ def fitted(c: Composition) -> Composition:
             return replace(c, pp=stages[0], dp=dp, placement="recipe", backward="whole", overlap=False)
         c = replace(c, schedule="random")
     blocks = len(blocks_of(program))
-    updates_buffers = models.CASES[c.model].buffers
     if c.model == "buffers":  # its running mean would differ between replicas
         c = replace(c, dp=1)
     if c.placement == "shared" and (c.microbatches < 2 or c.pp < 2 or updates_buffers):

@@ -1,7 +1,7 @@
 """Lines on log-log paper go through the points, are exact for powers, and end just beyond the points."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from piper_ir.tools import REACH, log_log, within
@@ -14,6 +14,8 @@ def test_a_power_of_x_is_met_exactly(power: float, factor: float, x: int) -> Non
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=2, max_size=5), st.integers(1, 200))
+@example([0.0, 0.0, 0.0, 2.0, 5e-324], 65)
+@example([0.0, 1.1125369292536007e-308, 2.0], 5)
 def test_between_two_points_it_stays_between_them(ys: list[float], x: int) -> None:
     points = [(4**k, y) for k, y in enumerate(ys)]
     if not within(points, x):

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import changed, toy
@@ -189,11 +189,12 @@ def test_the_summary_is_plain_numbers() -> None:
 
 
 @given(seed=st.integers(0, 1 << 30))
+@example(66673331)  # 2.7 - 1.0 is more than 1.7
 def test_invariants_on_random_plans(seed: int) -> None:
     plan, _ = random_plan(seed)
     s = simulate(plan)
     durations = given_durations(plan)
-    assert s.step_s >= max(x.end for x in s.trace.spans) >= s.step_s - plan.hop
+    assert s.step_s >= max(x.end for x in s.trace.spans) >= s.step_s - plan.hop - 1e-9
     assert s.period_s <= s.step_s + 1e-9, "steps that overlap cannot be slower than steps that do not"
     assert len(s.trace.spans) == len(durations)
     assert all(x.ready <= x.start <= x.end for x in s.trace.spans)

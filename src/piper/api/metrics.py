@@ -60,10 +60,10 @@ class MetricsWriter(Protocol):
     """
 
     def write(self, metrics: StepMetrics) -> None:
-        """Take one step."""
+        """Write one step."""
 
     def close(self) -> None:
-        """Bring everything to where it belongs."""
+        """Write what is left, and close."""
 
 
 class JsonLines:

@@ -74,10 +74,7 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
 
 
 def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
-    """Return the content of a JSON document without the two keys that say its format and version.
-
-    FormatError when it has other ones, or is no JSON.
-    """
+    """Return the content of a JSON document without its format and version; raise FormatError if these differ."""
     data = read_json(text, where)
     if not isinstance(data, dict):
         raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
@@ -90,7 +87,7 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
 
 
 def read_json(text: str, where: str) -> Any:
-    """Return the content of a JSON text. FormatError when it is none, with the place and a hint when its end is missing."""
+    """Return the content of a JSON text; FormatError where it is none, with a hint when its end is missing."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:

@@ -245,7 +245,7 @@ def _checked(kind: type[T], data: Any, where: str) -> T:
 
 
 def _params(text: str, where: str) -> Mapping[str, Any]:
-    """Return only the values that made the strategy: a report does without directives, which the compiler reads."""
+    """Return only the values that made the strategy: a report needs no directives, which the compiler reads."""
     data = read_json(text, where)
     if not isinstance(data, dict) or not isinstance(data.get("params", {}), dict):
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")

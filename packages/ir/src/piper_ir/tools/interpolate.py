@@ -39,5 +39,5 @@ def within(points: Points, x: int) -> bool:
 def _line(a: tuple[int, float], b: tuple[int, float], x: int) -> float:
     if not (a[1] and b[1]):  # 0 has no logarithm
         return max(0.0, a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0]))
-    slope = log(b[1] / a[1]) / log(b[0] / a[0])
-    return a[1] * exp(slope * log(x / a[0]))
+    slope = (log(b[1]) - log(a[1])) / log(b[0] / a[0])  # the ratio of far values may not be a float
+    return exp(log(a[1]) + slope * log(x / a[0]))

@@ -63,7 +63,7 @@ class StreamApi(Protocol):
         """Return a new event."""
 
     def bound(self, stream: Any, work: Thunk) -> Thunk:
-        """Return the closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
+        """Return the closure that runs `work` on the host, with its device operations on `stream`."""
 
 
 class CudaApi:

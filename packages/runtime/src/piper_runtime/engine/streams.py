@@ -71,13 +71,13 @@ class StreamBackend(Protocol):
         """Return the closure that issues `work` on `stream` behind `waits` and what was issued there before."""
 
     def begin(self) -> None:
-        """Start a step: no instruction of any stream is done. All streams are idle."""
+        """Start a step with all streams idle: no instruction is done."""
 
     def synchronize(self) -> None:
-        """Block until everything that was issued is done. StreamAborted when a stream has failed."""
+        """Block until everything that was issued is done; raise StreamAborted when a stream has failed."""
 
     def close(self) -> None:
-        """End the streams. They must be idle, or have failed."""
+        """End the streams, which must be idle or have failed."""
 
 
 class _Progress:

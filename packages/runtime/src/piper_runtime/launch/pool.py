@@ -24,16 +24,13 @@ class Team(WatchedTeam, Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """Return process ids by rank."""
 
     def send(self, requests: Mapping[int, Any]) -> None:
-        """Give every rank its request; what several ranks share goes once."""
+        """Give every rank its request; a request that several ranks share is sent once."""
 
     def finish_early(self, steps: int) -> bool:
-        """Let all ranks end their run together, that many steps after the one that the first of them is in.
-
-        False where they cannot be told.
-        """
+        """Let all ranks end their run together, that many steps after the first rank's; return False if impossible."""
 
     def end(self) -> None:
         """End every worker, and wait until those of this machine are gone."""

@@ -27,8 +27,11 @@ from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S
 
 _WORKER = "import gc; gc.disable(); from piper_runtime.launch.worker_process import main; main()"
-"""What a worker's Python runs. The collector would look at the million objects of torch's modules again and again
-while they are made; `main` turns it on."""
+"""The program of a worker's Python.
+
+While torch's modules are imported, the garbage collector would look at their million objects again and again; `main`
+turns it on.
+"""
 
 
 @dataclass

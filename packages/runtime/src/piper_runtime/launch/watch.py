@@ -41,10 +41,10 @@ class WatchedTeam(Protocol):
         """
 
     def heart(self, rank: int) -> Sequence[int]:
-        """Return a rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
+        """Return a rank's heart (`piper_runtime.engine.streams`), as fresh as possible."""
 
     def exit_reason(self, rank: int) -> str:
-        """Return how a worker that has ended came to its end: "was killed by SIGKILL"."""
+        """Return how a worker has ended: "was killed by SIGKILL"."""
 
     def node(self, rank: int) -> str:
         """Return the name of the machine that a rank runs on; empty when there is only this one."""

@@ -22,13 +22,13 @@ class Clock(Protocol):
     ahead: bool
 
     def each(self, runs: Sequence[Thunk]) -> list[float]:
-        """Run them in order; the seconds of each."""
+        """Run closures in order; return the seconds of each."""
 
     def all(self, run: Thunk) -> float:
-        """Return the seconds of one until the device is done with it."""
+        """Return the seconds of a closure until the device is done with it."""
 
     def sleep(self, seconds: float) -> None:
-        """Let the host get so far ahead of the device, at least."""
+        """Let the host get at least `seconds` ahead of the device."""
 
 
 class HostClock:
