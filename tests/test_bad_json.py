@@ -41,7 +41,7 @@ def test_files_of_a_result_folder(name: str, tmp_path: Path) -> None:
 def test_a_cluster_file(tmp_path: Path) -> None:
     path = tmp_path / "lab.json"
     path.write_text('{"name": "a", "name": "b"}')
-    with pytest.raises(ValueError, match="a key stands twice among name"):
+    with pytest.raises(ValueError, match="the key 'name' stands twice"):
         load_cluster(path)
 
 
