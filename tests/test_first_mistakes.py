@@ -119,7 +119,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "another device for new tensors": (dict(model=lambda: On(lambda x: x + torch.ones(4, device="cuda"))), DEVICE),
     "in-batch negatives": (
         dict(model=Negatives, loss=lambda o, t: F.cross_entropy(o, torch.arange(o.shape[0]))),
-        r"rows of a batch with each other \(in-batch negatives\) changes with the number of rows.*as a tensor of the batch, \[rows, \.\.\.\]",
+        r"rows of a batch with each other.*changes with the number of rows.*as a tensor of the batch, \[rows, \.\.\.\]",
     ),
     "a lazy module": (dict(model=Lazy), r"'first\.weight' has no shape yet.*nn\.Linear\(inputs, outputs\)"),
     "a model on meta": (dict(model=on_meta), r"leaves parameter 'weight' on the meta device.*to_empty\(device='cpu'\)"),
