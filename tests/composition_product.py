@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import combinations
 from itertools import product as combined
 from typing import Any
 
@@ -40,8 +42,24 @@ def quick(cases: list[Composition]) -> list[Composition]:
     return [c for c in cases if kept(c)]
 
 
-def marked_product() -> list[Any]:
-    """The product for `pytest.mark.parametrize`; what is not quick is in `make test-long` only."""
+def pairs(c: Composition) -> set[Any]:
+    """Every two of the case's model, mesh, schedule and microbatches."""
+    factors = ("model", c.model), ("mesh", c.pp, c.dp), ("schedule", c.schedule), ("microbatches", c.microbatches)
+    return set(combinations(factors, 2))
+
+
+def pairwise(cases: list[Composition]) -> list[Composition]:
+    """Cases in which every pair meets that meets in any case: one by one, that with the most pairs that are still missing."""
+    missing = set().union(*map(pairs, cases))
+    out = []
+    while missing:
+        out.append(max(cases, key=lambda c: len(pairs(c) & missing)))
+        missing -= pairs(out[-1])
+    return out
+
+
+def marked_product(part: Callable[[list[Composition]], list[Composition]] = quick) -> list[Any]:
+    """The product for `pytest.mark.parametrize`; what is not in the part is in `make test-long` only."""
     cases = product()
-    now = set(quick(cases))
+    now = set(part(cases))
     return [pytest.param(c, marks=[pytest.mark.long] * (c not in now)) for c in cases]

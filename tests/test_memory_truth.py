@@ -26,7 +26,7 @@ from piper_ops import sdpa, sdpa_kernels
 from piper_runtime.engine.memory import MemoryCounter, MemoryRecord
 from tests import compositions
 from tests import runtime_faults as faults
-from tests.composition_product import marked_product
+from tests.composition_product import marked_product, pairwise
 from tests.compositions import Composition, fitted
 
 WORKSPACE = 0.05
@@ -102,7 +102,7 @@ def measure(c: Composition, **options: Any) -> tuple[Plan, dict[int, MemoryRecor
     return plan, dict(run.memory)
 
 
-@pytest.mark.parametrize("c", marked_product(), ids=str)
+@pytest.mark.parametrize("c", marked_product(pairwise), ids=str)
 def test_every_parity_case(c: Composition) -> None:
     found = lies(*measure(c))
     assert not found, "\n".join([repr(c), *found[:6]])

@@ -20,7 +20,7 @@ from piper_ir.verify import verify
 from piper_runtime.launch.result import Run
 from piper_runtime.launch.run import execute
 from tests import compositions, models, parity
-from tests.composition_product import marked_product, product, quick
+from tests.composition_product import marked_product, pairs, pairwise, product, quick
 from tests.compositions import Composition, fitted
 
 CLIP = 0.05
@@ -45,6 +45,14 @@ def test_sgd_with_momentum(c: Composition) -> None:
 def triples(cases: list[Composition]) -> set[tuple[Any, ...]]:
     """Every three of the four factors that meet in a case."""
     return {three for c in cases for three in combinations(((c.pp, c.dp), c.model, c.schedule, c.microbatches), 3)}
+
+
+def test_the_pairwise_part_of_the_product_has_every_two_factors_together() -> None:
+    def met(cases: list[Composition]) -> set[Any]:
+        return set().union(*map(pairs, cases))
+
+    part = pairwise(product())
+    assert met(part) == met(product()) != met(part[:-1]) and len(part) < len(quick(product())) / 2
 
 
 def test_the_quick_part_of_the_product_has_every_three_factors_together() -> None:

@@ -27,7 +27,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 from piper_ir.select import where
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 
 
 @directive
@@ -82,7 +82,7 @@ def test_workers_score_as_this_process_does(pool: Processes) -> None:
     [
         ("exit", "crash", "its worker process ended with exit code 3"),
         ("abort", "crash", "its worker process ended with signal 6"),
-        ("hang", "hang", "it took longer than 10 s"),
+        ("hang", "hang", "it took longer than 5 s"),
         ("raise", "illegal", "compiling it raised RuntimeError: as asked"),
     ],
 )

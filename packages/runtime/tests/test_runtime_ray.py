@@ -110,7 +110,7 @@ def test_a_process_is_connected_to_one_cluster() -> None:
         connect("10.0.0.1:6379", 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "kill")) for kind in KINDS])
 def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pool: RayPool) -> None:
     named_and_ended(pool, kind, 1, launcher="ray")
 
@@ -179,7 +179,10 @@ except ExecutionError as e:
 
 @pytest.mark.parametrize(
     ("victim", "name", "ranks"),
-    [("gcs_server", r"head process \(GCS\)", 1), ("raylet", r"process on this machine \(raylet\)", 2)],
+    [
+        ("gcs_server", r"head process \(GCS\)", 1),
+        pytest.param("raylet", r"process on this machine \(raylet\)", 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_process_of_ray_that_dies_is_named_and_no_rank_is_blamed(victim: str, name: str, ranks: int) -> None:
     command = [sys.executable, "-c", OUTLIVED.format(path=sys.path, victim=victim, ranks=ranks)]
