@@ -14,6 +14,7 @@ from importlib import import_module
 from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import piper
 from benchmarks import (
     capture_rates,
     communication,
+    compare_trees,
     formula,
     gpu,
     gpu_check,
@@ -77,10 +79,35 @@ def test_every_module_is_reached_by_a_section() -> None:
         run.section(name)
     assert callable(import_module("benchmarks.capture_gpt3").measure)  # runs in a process of its own
     assert callable(import_module("benchmarks.gpu").main) and callable(gpu_check.main)  # run by hand
+    assert callable(compare_trees.main)  # run by hand
     assert callable(import_module("benchmarks.plan_keys").main)  # run by hand; a part of it by test_plan_keys.py
     files = {p.stem for p in BENCHMARKS.glob("*.py")}  # those of paper/ are run by hand: test_paper_figures.py
     reached = {m.removeprefix("benchmarks.") for m in sys.modules if m.startswith("benchmarks.")}
     assert files == {m for m in reached if m.partition(".")[0] != "paper"}
+
+
+class FixedSide:
+    """Answers with these seconds, in turn, as a tree's process does."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = iter(seconds)
+
+    def seconds(self, case: str) -> float:
+        return next(self._seconds)
+
+
+def test_trees_are_compared_by_pairs_after_a_run_that_does_not_count() -> None:
+    sides: Any = FixedSide(9.0, 2.0, 4.0, 3.0), FixedSide(9.0, 1.0, 1.0, 1.0)
+    assert compare_trees.compare(*sides, "a case", 3).split("a case")[1].split() == (
+        ["3000.0", "ms", "1000.0", "ms", "ratio", "3.00", "(2.00", "to", "4.00)"]
+    )
+    assert 0 < compare_trees.CASES["compile 24 layers, m=32"]() < 60
+
+
+def test_a_tree_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        compare_trees.main([str(tmp_path)])
+    assert "give a tree of the other commit" in capsys.readouterr().err
 
 
 def test_rates_of_a_small_plan_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
