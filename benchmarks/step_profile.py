@@ -27,7 +27,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("copies and fills", ("copy", "clone", "contiguous", "fill", "zero", "empty", "cat", "stack")),
     ("element-wise and views", ("aten::", "piper::")),
 )
-"""What the name of an operator contains, in lower case, by category; the first that fits counts.
+"""The parts of operators' names, in lower case, by category; the first that fits counts.
 
 A name that fits none is a label around Python code.
 """

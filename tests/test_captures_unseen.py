@@ -1,4 +1,4 @@
-"""What the content of a model function does not show, or hardly: the next compile sees it all the same."""
+"""The next compile sees what the content of a model function does not show, or hardly."""
 
 from __future__ import annotations
 

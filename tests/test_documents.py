@@ -1,4 +1,4 @@
-"""What documents and docstrings name exists: files, and names of our packages in backticks."""
+"""Documents and docstrings name only files that exist, and in backticks only names that our packages have."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_the_spread_of_host_seconds_is_over_all_repeats_and_ranks() -> None:
 
 
 def test_from_the_command_line(costs: Costs, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the workers that are there; tests/test_cli_loop.py lets the command start its own."""
+    """The command uses the workers that are there; tests/test_cli_loop.py lets it start its own."""
     monkeypatch.setattr("piper_runtime.launch.open_pool", lambda *_, **__: nullcontext(pool))
     recipe, file, other = tmp_path / "recipe.py", tmp_path / "costs.json", tmp_path / "other.json"
     recipe.write_text(RECIPE)

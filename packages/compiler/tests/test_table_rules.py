@@ -29,7 +29,7 @@ def good() -> Plan:
 
 @dataclass(frozen=True)
 class Judged:
-    """What is found in a broken table, and in its instructions by name."""
+    """Hold the violations of a broken table, and those of its instructions by name."""
 
     of_table: Sequence[Violation]
     by_name: Sequence[Violation]
