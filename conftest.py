@@ -84,6 +84,13 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/test_emulation.py",
         "tests/test_own_cost_model.py",
         "tests/test_profiling.py",
+        "tests/test_batch_time.py",
+        "tests/test_explain.py",
+        "packages/compiler/tests/test_capture_parity.py",
+        "packages/compiler/tests/test_capture_sizes.py",
+        "packages/compiler/tests/test_cut.py",
+        "packages/compiler/tests/test_opaque.py",
+        "packages/compiler/tests/test_tags.py",
     ),
     "a Ray cluster": (
         "packages/runtime/tests/test_runtime_ray.py",

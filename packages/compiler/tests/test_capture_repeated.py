@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Work]] = {
 """Model, and how much of it is traced once."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "too many kinds")) for n in CASES])
 def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = CASES[name]
     found, work = captured(model, monkeypatch, program)

@@ -135,7 +135,8 @@ with RayPool({ranks}, cluster="local") as pool:
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long), (signal.SIGKILL, 2)]
+    ("how", "ranks"),
+    [(signal.SIGINT, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((signal.SIGTERM, 1), (signal.SIGKILL, 2)))],
 )
 def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals, ranks: int) -> None:
     """The interrupt goes to the whole group of processes, as at a terminal."""
@@ -177,12 +178,10 @@ except ExecutionError as e:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "name", "ranks"),
-    [
-        ("gcs_server", r"head process \(GCS\)", 1),
-        pytest.param("raylet", r"process on this machine \(raylet\)", 2, marks=pytest.mark.long),
-    ],
+    [("gcs_server", r"head process \(GCS\)", 1), ("raylet", r"process on this machine \(raylet\)", 2)],
 )
 def test_a_process_of_ray_that_dies_is_named_and_no_rank_is_blamed(victim: str, name: str, ranks: int) -> None:
     command = [sys.executable, "-c", OUTLIVED.format(path=sys.path, victim=victim, ranks=ranks)]
