@@ -98,12 +98,22 @@ class Values(Mapping[str, Value]):
 class State:
     """Describe persistent bytes of a role, which no step frees.
 
-    `id` is "param:BUCKET" (or "param:NAME" for an untrained one), "grad:BUCKET", "optim:BUCKET" or "buffer:NAME".
+    Attributes:
+        category: param, grad, optim or buffer.
+        name: the bucket that it belongs to, or the parameter or buffer that is in none.
+        nbytes: its bytes on one rank.
+        flat: whether `name` is that of a bucket, so that it holds one flat tensor for all of its parameters.
     """
 
-    id: str
     category: Category
+    name: str
     nbytes: int
+    flat: bool = False
+
+    @property
+    def id(self) -> str:
+        """Return its name in messages, which is unique on a role: "param:bucket0" or "buffer:scale"."""
+        return f"{self.category}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ class PlanBytes:
             case SquaredNorm(buckets=buckets):
                 return nbytes + sum(bucket_bytes(self._plan.bucket(b)) for b in buckets)
             case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
-                names = {f"{kind}:{b}" for b in buckets for kind in ("param", "grad", "optim")}
-                return nbytes + 2 * sum(s.nbytes for s in role.states if s.id in names)
+                return nbytes + 2 * sum(s.nbytes for s in role.states if s.flat and s.name in buckets)
             case _:
                 return nbytes
 

@@ -68,16 +68,16 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
         size = bucket.numel * ITEM_BYTES[bucket.dtype]
-        mine = [State(f"param:{bucket.id}", "param", size), State(f"grad:{bucket.id}", "grad", size)]
+        mine = [State("param", bucket.id, size, True), State("grad", bucket.id, size, True)]
         if optim := training.state_bytes(bucket):
-            mine.append(State(f"optim:{bucket.id}", "optim", optim))
+            mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:
             out[role].update({s.id: s for s in mine})
     specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
     for chunk in graph.program.chunks:
         kinds: dict[str, Literal["param", "buffer"]] = {e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")}
         kinds |= {o.ref: "buffer" for o in chunk.outputs if o.kind == "buffer"}  # replaced without being read
-        alone = [State(f"{kind}:{ref}", kind, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
+        alone = [State(kind, ref, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
         for role in dict.fromkeys(node.role for node in graph.compute(chunk.id, "F")):
             out[role].update({s.id: s for s in alone})
     return {role: tuple(states.values()) for role, states in out.items()}

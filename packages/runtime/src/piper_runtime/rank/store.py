@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
@@ -32,13 +33,12 @@ class Store:
         self.flat_params: dict[str, torch.Tensor] = {}
         self.flat_grads: dict[str, torch.Tensor] = {}
         self._given = params
-        held = {kind: state_names(plan, rank, kind) for kind in ("grad", "param", "buffer")}
-        self.buckets: tuple[Bucket, ...] = tuple(plan.bucket(b) for b in held["grad"])
+        self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
             self._add_bucket(bucket)
-        for name in held["param"]:
+        for name in lone_tensors(plan, rank, "param"):
             self.params[name] = _copy(self._initial(name), device)
-        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in held["buffer"]}
+        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in lone_tensors(plan, rank, "buffer")}
         del self._given
 
     def _initial(self, name: str) -> torch.Tensor:
@@ -66,20 +66,20 @@ class Store:
         return [*self.flat_params.values(), *self.flat_grads.values(), *own, *self.buffers.values()]
 
 
-def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
-    """Return the names of the rank's states of a kind: "param" (not in a bucket), "grad" (bucket ids) or "buffer"."""
-    prefix = kind + ":"
-    found = [s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix)]
-    if kind == "param":  # "param:BUCKET" is the flat tensor of all parameters in a bucket
-        buckets = set(state_names(plan, rank, "grad"))
-        found = [name for name in found if name not in buckets]
-    return tuple(found)
+def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
+    """Return the buckets of which a rank holds parameters, whole or in part."""
+    return tuple(plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "param")
+
+
+def lone_tensors(plan: Plan, rank: int, category: Literal["param", "buffer"]) -> tuple[str, ...]:
+    """Return the names of the rank's parameters that are in no bucket, or of its buffers."""
+    return tuple(s.name for s in plan.role_of(rank).states if s.category == category and not s.flat)
 
 
 def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
     """Return the names of the parameters that a rank holds, each once."""
-    bucketed = [p for b in state_names(plan, rank, "grad") for p in plan.bucket(b).params]
-    return tuple(dict.fromkeys([*bucketed, *state_names(plan, rank, "param")]))
+    bucketed = [name for bucket in held_buckets(plan, rank) for name in bucket.params]
+    return tuple(dict.fromkeys([*bucketed, *lone_tensors(plan, rank, "param")]))
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -57,8 +57,8 @@ class Updated:
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     """Return the bytes that an update of a role works on."""
-    sizes = {s.id: s.nbytes for s in role.states}
-    param, grad, state = (sum(sizes.get(f"{kind}:{b}", 0) for b in op.buckets) for kind in ("param", "grad", "optim"))
+    held = [s for s in role.states if s.flat and s.name in op.buckets]
+    param, grad, state = (sum(s.nbytes for s in held if s.category == kind) for kind in ("param", "grad", "optim"))
     item = min((ITEM_BYTES[plan.bucket(b).dtype] for b in op.buckets), default=1)
     return Updated(param, grad, state, item, len(op.buckets), op.weighted or op.clip is not None)
 
