@@ -52,7 +52,9 @@ def collective_seconds(nbytes: int) -> float:
 def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int:
     """Return the bytes of a collective's message, its whole tensor, at this many rows per microbatch."""
     if op.bucket:
-        return graph.buckets[op.bucket].numel * ITEM_BYTES[graph.buckets[op.bucket].dtype]
+        bucket = graph.buckets[op.bucket]
+        kept = graph.mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1
+        return bucket.numel * ITEM_BYTES[bucket.dtype] // kept
     return bind(graph.values[(node.reads if op.law.reads == "whole" else node.writes)[0]].spec.nbytes, rows)
 
 

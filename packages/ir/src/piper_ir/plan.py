@@ -22,8 +22,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
@@ -38,13 +37,17 @@ COMPUTE = "compute"
 DeviceType = Literal["", "cpu", "cuda"]
 """The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
 
-Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
+Category = Literal[
+    "param", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
+]
 """The use of memory.
 
-States are param, grad (buckets), optim and buffer. Values are activation (outputs and saved tensors of F), gradient (of
-activations), batch and scalar. workspace is what a running instruction holds beyond its values.
+States are param, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a rank
+keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and
+saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds beyond
+its values.
 """
-CATEGORIES: tuple[Category, ...] = ("param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace")
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,37 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """Name the mesh axes along which ranks share a bucket's states: each keeps an equal part, in the order of ranks.
+
+    Axes of the parameters are among those of the gradients, these among those of the optimizer's states, and all among
+    those along which the bucket is replicated. None means that each rank keeps all of a state.
+    """
+
+    params: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    optim: tuple[str, ...] = ()
+
+    def of(self, category: Category) -> tuple[str, ...]:
+        """Return the axes along which a state of a category is shared."""
+        match category:
+            case "param":
+                return self.params
+            case "grad":
+                return self.grads
+            case "optim":
+                return self.optim
+            case _:
+                raise ValueError(f"a bucket has no state {category}")
+
+
+UNSHARDED = Shards()
+"""The shards of a bucket of which each rank keeps all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Describe a flat gradient buffer, which is the same for every role that holds it.
+    """Describe a flat buffer for parameters and their gradients, which is the same for every role that holds it.
 
     Attributes:
         params: the parameters whose gradients it holds, in order.
@@ -126,7 +158,10 @@ class Bucket:
         numel: the number of elements.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
-        channel: the channel that reduces it; "" when one rank alone holds it.
+        channel: the channel that all-reduces it, or what a rank keeps of it; "" when no other rank has the same.
+        shard: the axes along which ranks share its states.
+        gather: the channel on each of `roles` that gathers its parameters; empty when the optimizer's states are whole.
+        scatter: likewise the channel that reduces its gradients and scatters them.
     """
 
     id: str
@@ -138,6 +173,9 @@ class Bucket:
     over: tuple[str, ...] = ()
     group: int = 0
     channel: str = ""
+    shard: Shards = UNSHARDED
+    gather: tuple[str, ...] = ()
+    scatter: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +198,7 @@ class Channel:
     roles: tuple[str, ...]
     streams: tuple[str, ...]
     over: tuple[str, ...] = ()
-    purpose: Literal["activation", "gradient", "reduce", "weight", "norm"] = "activation"
+    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm"] = "activation"
     sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:
@@ -176,6 +214,8 @@ class Part:
         node: the id of the graph's node that it comes from.
         mb: the microbatch, -1 for ops of the whole step.
         frees: the values that die when it is done.
+        held: the values of sharded buckets that a step uses in place of states: gathered parameters, which it reads,
+            and buffers of gradients, to which it adds.
     """
 
     node: str
@@ -184,6 +224,7 @@ class Part:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +358,7 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Return the data-parallel width: the product of the sizes of the axes in `replicated`."""
-        return prod(self.mesh.size(axis) for axis in self.replicated)
+        return self.mesh.degree(self.replicated)
 
     @property
     def global_batch(self) -> int:
@@ -346,12 +387,7 @@ class Plan:
 
         Its rows of the global batch of G rows are [i*G/D, (i+1)*G/D).
         """
-        coords, index, stride = self.mesh.coords(rank), 0, 1
-        for axis in self.mesh.axes:
-            if axis in self.replicated:
-                index += coords[axis] * stride
-                stride *= self.mesh.size(axis)
-        return index
+        return self.mesh.index_along(self.replicated, rank)
 
     def peers(self, channel: Channel, rank: int) -> tuple[int, ...]:
         """Return the ranks of `rank`'s instance of a channel, ascending; (source, destination) for p2p."""

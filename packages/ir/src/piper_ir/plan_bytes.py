@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from piper_ir.ops import Collective, Comm, Recv, Send, SquaredNorm, Update
+from piper_ir.ops import Collective, Comm, Fold, Fresh, Recv, Send, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.sizes import ITEM_BYTES, bind
 
@@ -21,17 +21,26 @@ class PlanBytes:
         nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
         match part.op:
             case SquaredNorm(buckets=buckets):
-                return nbytes + sum(bucket_bytes(self._plan.bucket(b)) for b in buckets)
+                return nbytes + sum(self._kept(b) for b in buckets)
+            case Fresh():
+                return nbytes
+            case Fold():  # reads its value and the kept gradients, and writes these
+                return 3 * nbytes
             case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
                 return nbytes + 2 * sum(s.nbytes for s in role.states if s.flat and s.name in buckets)
             case _:
                 return nbytes
 
+    def _kept(self, bucket: str) -> int:
+        """Return the bytes of the gradients of a bucket that the optimizer of a rank sees."""
+        kept = self._plan.bucket(bucket)
+        return bucket_bytes(kept) // self._plan.mesh.degree(kept.shard.optim)
+
     def message_bytes(self, op: Comm, part: Part) -> int:
         """Return the bytes of a communication's message: of the sent value, or of the whole tensor of a collective."""
         match op:
             case Collective(bucket=bucket) if bucket:
-                return bucket_bytes(self._plan.bucket(bucket))
+                return state_message_bytes(self._plan, op)
             case Send():
                 message = part.reads
             case Recv():
@@ -53,3 +62,10 @@ class PlanBytes:
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket's gradients."""
     return bucket.numel * ITEM_BYTES[bucket.dtype]
+
+
+def state_message_bytes(plan: Plan, op: Collective) -> int:
+    """Return the bytes of the whole tensor of a collective on a bucket's state."""
+    bucket = plan.bucket(op.bucket)
+    kept = plan.mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1  # it is among those that keep the same part
+    return bucket_bytes(bucket) // kept

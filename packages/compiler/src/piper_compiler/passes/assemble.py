@@ -8,9 +8,11 @@ from typing import Literal
 from piper_compiler.request import CompileRequest, Training
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
+from piper_ir.plan import COMPUTE, Category, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
+
+_BUCKET_STATES: tuple[Category, ...] = ("param", "grad")
 
 
 def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[InstrTable], request: CompileRequest) -> Plan:
@@ -68,8 +70,8 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
         size = bucket.numel * ITEM_BYTES[bucket.dtype]
-        mine = [State("param", bucket.id, size, True), State("grad", bucket.id, size, True)]
-        if optim := training.state_bytes(bucket):
+        mine = [State(kind, bucket.id, size // graph.mesh.degree(bucket.shard.of(kind)), True) for kind in _BUCKET_STATES]
+        if optim := training.state_bytes(replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))):
             mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:
             out[role].update({s.id: s for s in mine})

@@ -12,7 +12,24 @@ from typing import assert_never
 
 from piper_ir.collectives import COLLECTIVES
 from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
+from piper_ir.ops import (
+    COMM,
+    Add,
+    Collective,
+    Comm,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Op,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+    op_name,
+)  # fmt: skip
 from piper_ir.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -216,6 +233,7 @@ class _Names:
             values += part.reads
             values += part.writes
             values += part.frees
+            values += part.held
             if id(part.op) not in self._known:
                 missing = list(_unknown_in_op(self._plan, part.op))
                 out += missing
@@ -246,6 +264,9 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
                 yield f"bucket {bucket}"
         case SquaredNorm(buckets=buckets) | Update(buckets=buckets):
             yield from (f"bucket {b}" for b in buckets if b not in plan._buckets)
+        case Fresh(bucket=bucket) | Fold(bucket=bucket):
+            if bucket not in plan._buckets:
+                yield f"bucket {bucket}"
         case Seed() | Add() | Zeros():
             pass
         case _:
@@ -316,7 +337,8 @@ class _States:
             self._sizes["buffer", buffer.name, False] = bind(buffer.spec.nbytes, 0)
         for bucket in plan.buckets:
             for kind in _BUCKET_STATES:
-                self._sizes[kind, bucket.id, True] = bucket.numel * ITEM_BYTES[bucket.dtype]
+                parts = plan.mesh.degree(bucket.shard.of(kind))
+                self._sizes[kind, bucket.id, True] = bucket.numel * ITEM_BYTES[bucket.dtype] // parts
 
     def needed(self, role: RolePlan) -> Iterable[_StateName]:
         chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,8 +17,9 @@ class Store:
     """Hold a rank's states on its device, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
-    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies its
-    arguments.
+    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. Where ranks share a bucket,
+    a flat tensor may be this rank's part alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
+    are the parts that this rank's optimizer works on. The store copies its arguments.
     """
 
     def __init__(
@@ -32,6 +33,9 @@ class Store:
         self.grads: dict[str, torch.Tensor] = {}
         self.flat_params: dict[str, torch.Tensor] = {}
         self.flat_grads: dict[str, torch.Tensor] = {}
+        self.own_params: dict[str, torch.Tensor] = {}
+        self.own_grads: dict[str, torch.Tensor] = {}
+        self._mesh, self._rank = plan.mesh, rank
         self._given = params
         self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
@@ -45,15 +49,30 @@ class Store:
         return _find(self._given, "parameter", name)
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        dtype = getattr(torch, bucket.dtype)
-        flat, grad = (torch.zeros(bucket.numel, dtype=dtype, device=self.device) for _ in range(2))
-        for name, offset in zip(bucket.params, bucket.offsets, strict=True):
-            initial = self._initial(name)
-            part = slice(offset, offset + initial.numel())
-            self.params[name] = flat[part].view(initial.shape)
-            self.params[name].copy_(initial)
-            self.grads[name] = grad[part].view(initial.shape)
-        self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grad
+        dtype, shard = getattr(torch, bucket.dtype), bucket.shard
+        flat = torch.zeros(bucket.numel, dtype=dtype, device=self.device)
+        for name, view in bucket_views(bucket, flat, self._shapes(bucket)):
+            view.copy_(self._initial(name))
+        own = self.part(flat, shard.optim)
+        if shard.params:
+            flat = own = own.clone()
+        kept = self._mesh.degree(shard.grads)
+        grads = torch.zeros(bucket.numel // kept, dtype=dtype, device=self.device)
+        self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grads
+        self.own_params[bucket.id] = own
+        self.own_grads[bucket.id] = grads if shard.grads else self.part(grads, shard.optim)
+        if not shard.params:
+            self.params |= bucket_views(bucket, flat, self._shapes(bucket))
+        if not shard.grads:
+            self.grads |= bucket_views(bucket, grads, self._shapes(bucket))
+
+    def _shapes(self, bucket: Bucket) -> list[torch.Size]:
+        return [self._initial(name).shape for name in bucket.params]
+
+    def part(self, flat: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """Return this rank's part of a flat tensor that ranks share along some axes."""
+        parts = self._mesh.degree(axes)
+        return flat if parts == 1 else flat.chunk(parts)[self._mesh.index_along(axes, self._rank)]
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """Return a parameter as an nn.Parameter that shares its memory."""
@@ -61,9 +80,17 @@ class Store:
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor that owns bytes of a state, without optimizer state."""
-        bucketed = self.grads.keys()
+        bucketed = {name for bucket in self.buckets for name in bucket.params}
         own = [t for n, t in self.params.items() if n not in bucketed]
         return [*self.flat_params.values(), *self.flat_grads.values(), *own, *self.buffers.values()]
+
+
+def bucket_views(bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[tuple[str, torch.Tensor]]:
+    """Return each parameter of a bucket with its view of a flat tensor of the whole bucket, given their shapes."""
+    return [
+        (name, flat[offset : offset + shape.numel()].view(shape))
+        for name, offset, shape in zip(bucket.params, bucket.offsets, shapes, strict=True)
+    ]
 
 
 def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
