@@ -50,6 +50,8 @@ def make_buckets(edit: Editor, training: Training) -> None:
     exceed its size. Parameters of one bucket share their roles, replicas, dtype and optimizer group.
     """
     held = holders(edit, edit.graph.program)
+    if training.whole:
+        _check_whole(edit, training.whole)
     open_: dict[_Kind, list[Param]] = {}
     filled: dict[_Kind, int] = {}
     made: list[tuple[_Kind, list[Param]]] = []
@@ -68,6 +70,16 @@ def make_buckets(edit: Editor, training: Training) -> None:
         filled[key] += _aligned(param) * ITEM_BYTES[param.spec.dtype]
     for number, (key, members) in enumerate(made):
         _add(edit, f"bucket{number}", key, members)
+
+
+def _check_whole(edit: Editor, optimizer: str) -> None:
+    """Raise CompileError where ranks share the states of an optimizer that needs whole parameters."""
+    sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
+    if sharing is not None:
+        raise CompileError(
+            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part of every "
+            f"parameter, and {optimizer} works on whole parameters here; use SGD, Adam or AdamW, or zero=0"
+        )
 
 
 def _shared(policy: Replication) -> Replication:
