@@ -13,6 +13,7 @@ import piper
 from piper.api import capturing
 from piper.api.content import content_of
 from piper.api.verification import verify_strategy
+from piper_ir.sizes import bind
 from tests.capture_jobs import ONE, WIDTH, job
 
 FACTOR = 2.0
@@ -112,3 +113,18 @@ def test_an_operator_has_a_content_only_where_all_of_it_can_be_seen() -> None:
     assert content_of(ByPath) is None
     registered(2.0)
     assert content_of(ByPath) is not None
+
+
+def test_a_registered_cost_holds_for_a_job_that_was_compiled_before() -> None:
+    registered(2.0)
+
+    def flops() -> set[int]:
+        plan = piper.compile(job(ByPath), ONE).plan
+        kernels = [k for chunk in plan.chunks for k in chunk.steps["F"].cost.kernels if "twice" in k.op]
+        return {bind(k.flops, 1) for k in kernels}
+
+    before = flops()
+    piper.op_cost("piper_tests::twice", flops=lambda call: 10**6)
+    assert before != flops() == {10**6}
+    piper.op_cost("piper_tests::twice", flops=lambda call: 10**7)
+    assert flops() == {10**7}

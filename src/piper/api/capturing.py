@@ -33,6 +33,7 @@ class CaptureKey:
         loss: Code and values of the loss.
         batch: Structure, shapes and dtypes of a batch.
         precision: The dtype of parameters.
+        costs: Code and values of the costs of operators that `piper.op_cost` has set.
         settings: torch's settings that operations depend on.
     """
 
@@ -40,6 +41,7 @@ class CaptureKey:
     loss: str
     batch: str
     precision: str
+    costs: str
     settings: tuple[str, ...]
 
 
@@ -83,9 +85,10 @@ def capture_key(job: Job) -> CaptureKey | None:
 
     from piper.api.content import content_of
     from piper_compiler.capture import built_model
+    from piper_ops import own_costs
 
-    loss = content_of(job.loss)
-    if loss is None:
+    loss, costs = content_of(job.loss), content_of(own_costs(), runs=True)
+    if loss is None or costs is None:
         return None
     model = content_of(job.model, runs=True)
     if model is None:
@@ -94,7 +97,7 @@ def capture_key(job: Job) -> CaptureKey | None:
             return None
         model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
-    return CaptureKey(model, loss, _batch_of(job), job.precision.params, tuple(map(str, settings)))
+    return CaptureKey(model, loss, _batch_of(job), job.precision.params, costs, tuple(map(str, settings)))
 
 
 def _batch_of(job: Job) -> str:
