@@ -59,7 +59,8 @@ class ByAttribute(ByPath):
 
 
 def trained(model: Callable[[], nn.Module]) -> list[float]:
-    return piper.execute(piper.compile(job(model), ONE), steps=2, launcher="inline").losses
+    losses: list[float] = piper.execute(piper.compile(job(model), ONE), steps=2, launcher="inline").losses
+    return losses
 
 
 @pytest.mark.parametrize("model", [ByPath, lambda: ByPath(), ByAttribute])

@@ -181,7 +181,10 @@ class _Walk:
         self.add(definition)
 
     def _op(self, op: CustomOpDef) -> None:
-        """Add the functions of a custom operator. No trace looks into its gradient: that runs, and may read anything."""
+        """Add the functions of a custom operator.
+
+        No trace looks into its gradient: that runs, and may read anything.
+        """
         self._token("custom op", op._qualname, op._schema, sorted(op._autocast_dtype.items()))
         self._all("kernels", (op._init_fn, op._backend_fns))
         self._runs = True
