@@ -19,7 +19,8 @@ from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.named import load_cluster
-from piper_simulator.durations.cost_model import CostModelFactory, Work, model_for
+from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.cost_model import CostModelFactory, Work
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import footprint
