@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.sizes import bind
-from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, device_type, model_for
+from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, device_type
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,19 @@ class TuningProblem:
         kinds = () if self.cluster is None else self.cluster.kinds
         return [kind.device for kind in kinds] if len(kinds) > 1 else []
 
-    @cached_property
-    def uniform(self) -> bool:
-        """Return whether an instruction takes as long wherever it stands, as the cost model says of an empty plan."""
-        rows = 1 if self.costs is None or self.costs.rows is None else self.costs.rows
-        return model_for(bare_plan(self.program, Mesh(), rows), self.cluster, self.costs, self.model).uniform
+    @property
+    def bounds_steps(self) -> bool:
+        """Return whether the cost model may be asked for single steps before there is a plan (`CostModel`)."""
+        return self._factory is DeviceModel or getattr(self._factory, "bounds_steps", False) is True
+
+    @property
+    def _factory(self) -> Any:
+        return self.model.func if isinstance(self.model, partial) else self.model
 
     @property
     def own_modules(self) -> Sequence[ModuleType]:
         """Return the modules of a user's cost model, which workers get by value: they may not find them."""
-        made = self.model.func if isinstance(self.model, partial) else self.model
-        home = getattr(made, "__module__", "")
+        home = getattr(self._factory, "__module__", "")
         return [sys.modules[home]] if home in sys.modules and home.partition(".")[0] != "piper_simulator" else []
 
     @property
