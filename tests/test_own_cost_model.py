@@ -273,14 +273,6 @@ def test_a_worker_that_cannot_import_its_file_gets_it_by_value(monkeypatch: pyte
     assert all(row["period_s"] >= 1.0 for row in study.table()) and study.table(), "no candidate failed in the worker"
 
 
-def test_searches_with_different_models_have_different_names() -> None:
-    """A search in a storage goes on only where the last one asked the same model."""
-    models = (None, ConstantRates, Whole, partial(ConstantRates, flops_per_s=1.0), partial(ConstantRates, flops_per_s=2.0))
-    facts = {repr(TuningProblem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
-    assert len(facts) == len(models)
-    assert all(" at 0x" not in f for f in facts), "the same in another process"
-
-
 def test_an_emulated_run_rests_on_it(pool: Pool) -> None:
     """Every instruction sleeps in proportion to what the model says: seconds, where Piper's formulas say milliseconds."""
     case = compiled(microbatches=2)

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -92,6 +93,11 @@ def tune(
 
     device = chosen_cluster(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
+    if storage is not None:
+        from piper.api.content import content_of  # which imports torch
+
+        problem = replace(problem, model_content=content_of(model, runs=True))
+        more["content"] = content_of(strategy, runs=True)
     check_launcher(launcher)
     if confirm:
         _check_local(device)

@@ -13,7 +13,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from piper_autotune.content import content
 from piper_compiler import Options, Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
@@ -37,6 +36,8 @@ class TuningProblem:
         memory_limit: the bytes on every device within which a plan must stay; None when any plan fits.
         one_role: why plans of several roles are refused; empty when they are not.
         model: the cost model that gives durations.
+        model_content: a text that is equal, in any process, only for models that give the same; None when it is not
+            known. Piper's own model needs none.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class TuningProblem:
     memory_limit: int | None = None
     one_role: str = ""
     model: CostModelFactory = DeviceModel
+    model_content: str | None = None
 
     @property
     def options(self) -> Options:
@@ -96,8 +98,20 @@ class TuningProblem:
         whole = Bucket("", tuple(p.name for p in trained), (), sum(bind(p.spec.numel, 0) for p in trained), "float32", ())
         groups = sorted(self.training.group_of.items())
         training = (groups, self.training.clip, self.training.state_bytes(whole))
-        model = () if self.model is DeviceModel else tuple(content(self.model))
+        model = () if self.model is DeviceModel else (self.model_content,)
         return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model)
+
+    def check_can_be_resumed(self) -> None:
+        """Raise TuneError where a search in a storage could take the scores of another cost model for its own."""
+        if self.model is DeviceModel or self.model_content is not None:
+            return
+        name = getattr(self._factory, "__qualname__", type(self._factory).__qualname__)
+        raise TuneError(
+            f"tune(storage=..., model={name}): it cannot be told whether the storage has scores of this model or of another, for "
+            "the model depends on more than its own code and plain values, such as a file, an installed package, or an object "
+            "that cannot be looked into. Give it what it needs as numbers, texts, lists or dicts (functools.partial(model, "
+            "table=...)), or leave storage out"
+        )
 
 
 def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = ()) -> Plan:
