@@ -127,7 +127,7 @@ def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: i
         )
     if workers != "ray" and (type(workers) is not int or workers < 0):
         raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one) or "ray" is accepted')
-    if not timeout_s > 0:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise TuneError(f"tune(timeout_s={timeout_s!r}): seconds above 0 are needed")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
+from piper_ir.keywords import checked_call
 from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
@@ -149,9 +151,10 @@ class Simulation:
         }
 
 
+@checked_call(PlanError)
 def simulate(
     plan: Plan,
-    cluster: str | Cluster | None = None,
+    cluster: str | Path | Cluster | None = None,
     *,
     costs: Costs | None = None,
     steps: int = 1,
@@ -160,7 +163,7 @@ def simulate(
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
 ) -> Simulation:
-    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster).
+    """Run a plan on a cluster (a name or a file, see `load_cluster`, or a Cluster).
 
     `cluster` may be left out only when all compute has given durations; everything else then takes no time. `costs`
     come before the cost model's formulas. `notes` name costs of another machine or model, and durations that they lack.
@@ -177,13 +180,13 @@ def simulate(
     Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
     and for a stream that takes more SMs than its devices have; PlanError for a deadlock and for steps < 1.
     """
-    if steps < 1:
-        raise PlanError(f"simulate(steps={steps}): at least one step is needed")
+    if type(steps) is not int or steps < 1:
+        raise PlanError(f"simulate(steps={steps!r}): at least one step is needed, as an integer")
     instructions = sum(len(role.program) for role in plan.roles)
     if steps * instructions > MOST_STEP_INSTRUCTIONS:
         least = most(MOST_STEP_INSTRUCTIONS, instructions)
         raise PlanError(f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted")
-    target = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
     with no_garbage_collection():
         return _simulate(
             plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step, contention, model
