@@ -196,7 +196,7 @@ class Given(ConstantRates):
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
         made = self.sends if instr.comm else self.computes
-        return made if isinstance(made, piper.Work | str) else piper.Work(made, "formula")  # type: ignore[return-value]
+        return made if isinstance(made, piper.Work | str) else piper.Work(made, "formula")
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -209,8 +209,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"computes": True}, "gave seconds=True"),
     ({"computes": "x"}, "gave 'x'; a piper.Work is needed"),
     ({"sends": piper.Work(1.0, "formula", bytes=-1)}, "gave bytes=-1; a whole number from 0 on"),
-    ({"computes": piper.Work(1.0, "formula", flops=0.5)}, "gave flops=0.5"),  # type: ignore[arg-type]
-    ({"computes": piper.Work(1.0, "guess")}, "gave source='guess'; accepted are measured, table"),  # type: ignore[arg-type]
+    ({"computes": piper.Work(1.0, "formula", flops=0.5)}, "gave flops=0.5"),
+    ({"computes": piper.Work(1.0, "guess")}, "gave source='guess'; accepted are measured, table"),
     ({"issue_s": float("nan")}, "issue_s is nan"),
 ]
 
