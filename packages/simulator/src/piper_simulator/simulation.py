@@ -187,10 +187,9 @@ def simulate(
         least = most(MOST_STEP_INSTRUCTIONS, instructions)
         raise PlanError(f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted")
     target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+    tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
-        return _simulate(
-            plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step, contention, model
-        )
+        return _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, model)
 
 
 def _simulate(
@@ -376,8 +375,7 @@ class _Run:
                 continue
             role, most = self.counted.roles[r], peaks[r]
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
-            too_full = (u for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
-            at = next(too_full).instr
+            at = next(u.instr for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
             yield OomVerdict(
                 ranks=part.ranks,
                 role=part.role,
