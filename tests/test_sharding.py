@@ -39,14 +39,15 @@ def drawn(seed: int) -> Composition:
     schedule = rng.choice(("default", "1f1b", "gpipe", "random", "random", *PIPELINES))
     dp = rng.choice((2, 2, 2, 4))
     optimizer = rng.choice(("sgd", "adamw"))
+    model = rng.choice(MODELS)
     return fitted(
         Composition(
-            rng.choice(MODELS), pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
+            model, pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
             placement=rng.choice(("recipe", "v", "shared", "random")) if schedule == "random" else "recipe",
             backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
             overlap=schedule == "random" and rng.random() < 0.5, rows=1 if dp == 4 else 2, optimizer=optimizer,
             clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
-            zero=rng.choice((1, 2, 3, 3)), resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
+            zero=rng.choice((1, 2, 2) if model == "opaque" else (1, 2, 3, 3)), resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
             prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8,
         )
     )  # fmt: skip
@@ -69,6 +70,11 @@ def numbers(seeds: range, quick: int) -> list[Any]:
 @pytest.mark.parametrize("seed", numbers(range(2000), 60))
 def test_shared_states_train_what_one_device_trains(seed: int) -> None:
     judge(drawn(seed))
+
+
+def test_parameters_of_opaque_regions_are_not_shared() -> None:
+    with pytest.raises(CompileError, match=r"zero=3.* is an opaque region, whose parameters autograd keeps.*zero=2"):
+        compositions.compiled(Composition("opaque", dp=2, microbatches=2, zero=3))
 
 
 CASE = Composition("gpt", pp=2, dp=2, microbatches=4, schedule="1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=3)

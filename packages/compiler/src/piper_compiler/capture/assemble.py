@@ -126,7 +126,8 @@ class _Assembly:
         outputs = tuple(
             Output(r.kind, o.spec, r.name, o.needs_grad, r.varies) for r, o in zip(piece.results, body.outputs, strict=True)
         )
-        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, body.ports, body.steps, code, body.random)
+        shared = body.ports, body.steps, code, body.random, piece.opaque
+        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, *shared)
 
     def _fit(self, code: str, piece: Piece, specs: Sequence[TensorSpec]) -> Chunk:
         """Return a chunk with everything that all chunks with this code share."""
