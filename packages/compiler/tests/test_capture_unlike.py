@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.variables import invoke_subgraph
 
 from packages.compiler.tests.alike_layers import layers
+from packages.compiler.tests.alike_shared import SHARED
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work, captured, pieces, plainly
 from piper_compiler.capture import _torch, repeated, tag
 from piper_ir.errors import CaptureError
@@ -275,7 +276,7 @@ READ: dict[str, tuple[Callable[[], nn.Module], Work]] = {
 
 CASES = {
     f"{title}: {name}": case
-    for title, cases in (("differ", DIFFER), ("modules", MODULES), ("read", READ))
+    for title, cases in (("differ", DIFFER), ("modules", MODULES), ("read", READ), ("shared", SHARED))
     for name, case in cases.items()
 }
 
