@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import invoke_subgraph
 
 from packages.compiler.tests.alike_layers import layers
@@ -289,13 +290,19 @@ def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.Mon
 
 
 def test_threads_leave_classes_as_they_were() -> None:
-    own, found = Layer.forward, invoke_subgraph.find_reuse_match
-    threads = [Thread(target=pieces, args=(lambda: Model(layers()),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (Layer.forward, invoke_subgraph.find_reuse_match) == (own, found)
+    """Also those through which it is seen what a call changes, from before a trace to after it."""
+
+    def found() -> tuple[Any, ...]:
+        return Layer.forward, invoke_subgraph.find_reuse_match, SideEffects.store_attr, SideEffects.mutation
+
+    before = found()
+    for _ in range(3):
+        threads = [Thread(target=pieces, args=(lambda: Model(layers()),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found() == before
 
 
 class Regional(Part):
