@@ -58,7 +58,7 @@ EQUALITIES = frozenset(
 """The guards that compare by ==, for which 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
 
 CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
-"""The types of values that are the same one where they are equal. An enum of numbers or strings is an object instead."""
+"""The types of values that are the same one where they are equal. An enum of numbers is an object."""
 
 
 @contextmanager
