@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
+from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec, check_rows
 from piper_compiler.capture.concrete import concrete_shape
@@ -60,14 +61,15 @@ def capture(
             in-place changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered
             kernels, and chunks whose sizes are not affine in the rows.
     """
-    forward = capture_forward(model, batch, loss, dtype, most)
-    check_steady(forward)
-    for rows in TRACE_ROWS[0]:
-        check_rows(forward, rows)
-    pieces = cut(forward)
-    changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
-    check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-    return _Assembly(forward, pieces).captured()
+    with _torch.CAPTURING:
+        forward = capture_forward(model, batch, loss, dtype, most)
+        check_steady(forward)
+        for rows in TRACE_ROWS[0]:
+            check_rows(forward, rows)
+        pieces = cut(forward)
+        changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
+        check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
+        return _Assembly(forward, pieces).captured()
 
 
 class _Assembly:

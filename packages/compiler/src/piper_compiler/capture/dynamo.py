@@ -164,12 +164,13 @@ def capture_forward(
     model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None, most: int = ASKED_ROWS
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
-    module = fake_model(model, _torch.fake_cpu(), dtype)
-    inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
-    state = KeptState({"model": module, "loss": loss}, step.__globals__)
-    calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
-    first = calls.trace()
-    return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
+    with _torch.CAPTURING:
+        module = fake_model(model, _torch.fake_cpu(), dtype)
+        inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
+        state = KeptState({"model": module, "loss": loss}, step.__globals__)
+        calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
+        first = calls.trace()
+        return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
 
 
 @dataclass
