@@ -28,6 +28,7 @@ from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
+from piper_ir.shards import UNSHARDED, Shards
 from piper_ir.sizes import TensorSpec, bind
 
 PLAN_VERSION = 1
@@ -117,35 +118,6 @@ class State:
     def id(self) -> str:
         """Return its name in messages, which is unique on a role: "param:bucket0" or "buffer:scale"."""
         return f"{self.category}:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """Name the mesh axes along which ranks share a bucket's states: each keeps an equal part, in the order of ranks.
-
-    Axes of the parameters are among those of the gradients, these among those of the optimizer's states, and all among
-    those along which the bucket is replicated. None means that each rank keeps all of a state.
-    """
-
-    params: tuple[str, ...] = ()
-    grads: tuple[str, ...] = ()
-    optim: tuple[str, ...] = ()
-
-    def of(self, category: Category) -> tuple[str, ...]:
-        """Return the axes along which a state of a category is shared."""
-        match category:
-            case "param":
-                return self.params
-            case "grad":
-                return self.grads
-            case "optim":
-                return self.optim
-            case _:
-                raise ValueError(f"a bucket has no state {category}")
-
-
-UNSHARDED = Shards()
-"""The shards of a bucket of which each rank keeps all."""
 
 
 @dataclass(frozen=True, slots=True)

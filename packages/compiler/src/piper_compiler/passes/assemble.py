@@ -8,11 +8,11 @@ from typing import Literal
 from piper_compiler.request import CompileRequest, Training
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.plan import COMPUTE, Category, Plan, RolePlan, State, Values
+from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 
-_BUCKET_STATES: tuple[Category, ...] = ("param", "grad")
+_BUCKET_STATES: tuple[Literal["param", "grad"], ...] = ("param", "grad")
 
 
 def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[InstrTable], request: CompileRequest) -> Plan:

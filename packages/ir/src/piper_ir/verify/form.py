@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from re import compile as regex
-from typing import assert_never
+from typing import Literal, assert_never
 
 from piper_ir.collectives import COLLECTIVES
 from piper_ir.instr_table import InstrTable, TableKinds
@@ -321,7 +321,7 @@ def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
 
 _StateName = tuple[Category, str, bool]
 """The category, name and `flat` of a state."""
-_BUCKET_STATES: tuple[Category, ...] = ("param", "grad")
+_BUCKET_STATES: tuple[Literal["param", "grad"], ...] = ("param", "grad")
 """The states that every holder of a bucket has."""
 
 
