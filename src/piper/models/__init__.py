@@ -6,6 +6,7 @@ The blocks are in an nn.ModuleList, so that `partition` finds them. This room ma
 and no other room of `piper`.
 """
 
+from piper.models.families import hugging_face
 from piper.models.gpt import GPT, GPTConfig
 from piper.models.jobs import job, parameter_count
 from piper.models.llama import Llama, LlamaConfig
@@ -20,6 +21,7 @@ __all__ = [
     "LlamaConfig",
     "MoE",
     "MoEConfig",
+    "hugging_face",
     "job",
     "parameter_count",
     "preset",
