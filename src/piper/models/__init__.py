@@ -12,11 +12,13 @@ from piper.models.jobs import job, parameter_count
 from piper.models.llama import Llama, LlamaConfig
 from piper.models.moe import MoE, MoEConfig
 from piper.models.presets import PRESETS, preset
+from piper_runtime.weights import Into
 
 __all__ = [
     "GPT",
     "PRESETS",
     "GPTConfig",
+    "Into",
     "Llama",
     "LlamaConfig",
     "MoE",
