@@ -76,3 +76,23 @@ def seeded_job(name: str, **fields: Any) -> Job:
     case = models.CASES[name]
     more = {"init": "seeded", "seed": 5, "precision": Precision(params="float64"), **fields}
     return Job(case.model, case.batch, case.loss, sgd, global_batch=8, **more)
+
+
+class Foreign(nn.Module):
+    """Tensors of numpy arrays that the constructor changes in place, also through views, and numbers of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        array = torch.from_numpy(numpy.arange(WIDTH, dtype=numpy.float32))
+        self.direct = nn.Parameter(array)
+        with torch.no_grad():
+            self.direct.mul_(2.0)
+            array.view(2, -1)[1].add_(torch.rand(WIDTH // 2))
+            self.direct[0].normal_()
+        self.tail = nn.Parameter(array[2:].clone())
+        nn.init.trunc_normal_(late := torch.from_numpy(numpy.zeros((2, WIDTH), dtype=numpy.float32)))
+        self.late = nn.Parameter(late[1])
+        self.narrow = nn.Parameter(torch.randn(WIDTH).bfloat16() * 0.1 + 1e-3)
+        self.register_buffer("steps", torch.arange(4) * 0.5)
+        self.register_buffer("names", torch.tensor([3, 1, 2]).sort().values)
+        self.register_buffer("first", torch.stack([torch.rand(3), torch.zeros(3)], dim=1)[:, 0], persistent=False)

@@ -27,7 +27,7 @@ from piper_runtime.rank.store import Store
 from piper_runtime.weights import LazyTensors, recorder, recording
 from tests.models import CASES
 from tests.parity import assert_parity
-from tests.seeded_models import seeded_job, unusual_job
+from tests.seeded_models import Foreign, seeded_job, unusual_job
 
 LAYOUTS = {
     "one device": Strategy(Mesh(), ()),
@@ -263,3 +263,20 @@ def gives_none() -> None:
 def test_constructors_that_cannot_be_recorded_are_refused_by_name(model: Any, says: str) -> None:
     with pytest.raises(JobError, match=says):
         materialize(unusual_job(model))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_arrays_of_other_libraries_are_part_of_the_recording(dtype: str) -> None:
+    job = unusual_job(Foreign, precision=Precision(params=dtype))
+    assert differing(each_alone(job), whole(job)) == set()
+    assert differing(each_alone(job, backwards=False), whole(job)) == set()
+
+
+def test_a_constructor_that_sets_torchs_default_dtype_makes_the_same_elsewhere() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        state, expected = materialize(seeded_job("gpt")), whole(seeded_job("gpt"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(t, expected[n]) for n, t in state.params.items())
+    assert torch.get_default_dtype() is torch.float32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from piper_ir.errors import JobError
-from piper_runtime.weights import HeldTensor, Into, Look, RenameTarget, matched, placed, rename_problem
+from piper_runtime.weights import HeldTensor, Into, RenameTarget, TensorForm, matched, placed, rename_problem
 from piper_runtime.weights.renaming import PlacedTensor
 
 
@@ -86,7 +86,7 @@ def test_mappings_that_are_none_are_named(renames: Any, says: str) -> None:
     assert rename_problem({"a.*": "b", "c": None, "d": (Into("e"), Into("f"))}) is None
 
 
-LOOKS = {"w": Look((4, 3), torch.float64), "n": Look((), torch.int64)}
+LOOKS = {"w": TensorForm((4, 3), torch.float64), "n": TensorForm((), torch.int64)}
 
 
 def fitted(**tensors: Tensor) -> dict[str, PlacedTensor]:

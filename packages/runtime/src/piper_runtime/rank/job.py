@@ -20,8 +20,8 @@ from piper_runtime.rank.job_advice import callable_problem, dtype_problem, preci
 from piper_runtime.weights import (
     HeldTensor,
     LazyTensors,
-    Look,
     Renames,
+    TensorForm,
     is_fake,
     is_weight_file,
     matched,
@@ -118,6 +118,8 @@ class Job:
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
+        if not isinstance(self.init, str | Path):
+            raise JobError(f"Job(init={self.init!r}): 'model', 'seeded' or the path of weights is needed")
         if (problem := rename_problem(self.rename)) is not None:
             raise JobError(f"Job(rename=...): {problem}")
         if self.rename and self.init in ("model", "seeded"):
@@ -277,11 +279,11 @@ def _lazy_state(job: Job) -> InitialState:
         stored = {} if job.init == "seeded" else placed(stored_tensors(Path(job.init)), job.rename)
     model, recording = record(job.model, job.seed, asked, _first_tensors)
     tensors, dtype = _first_tensors(model), job.precision.dtype
-    looks = {n: Look(tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+    forms = {n: TensorForm(tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
     with _named(asked):
-        files = {} if job.init == "seeded" else matched(stored, looks, *_saved_names(model))
-    trained = {n: look for n, look in looks.items() if isinstance(tensors[n], nn.Parameter)}
-    others = {n: look for n, look in looks.items() if n not in trained}
+        files = {} if job.init == "seeded" else matched(stored, forms, *_saved_names(model))
+    trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}
+    others = {n: form for n, form in forms.items() if n not in trained}
     return InitialState(LazyTensors(trained, recording, files), LazyTensors(others, recording, files), model)
 
 

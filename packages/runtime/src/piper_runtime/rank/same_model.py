@@ -12,7 +12,7 @@ from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_ops import dtype_name
 from piper_runtime.rank.job import InitialState
-from piper_runtime.weights import Look, looks_of
+from piper_runtime.weights import TensorForm, forms_of
 
 ADVICE = "The model function gives another model than when it was compiled: compile the job again (piper.compile)"
 
@@ -53,8 +53,8 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
 
 
 def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] | None) -> Iterator[str]:
-    yield from _names("parameter", {p.name: p.spec for p in plan.params}, looks_of(initial.params))
-    yield from _names("buffer", {b.name: b.spec for b in plan.buffers}, looks_of(initial.buffers))
+    yield from _names("parameter", {p.name: p.spec for p in plan.params}, forms_of(initial.params))
+    yield from _names("buffer", {b.name: b.spec for b in plan.buffers}, forms_of(initial.buffers))
     tied = {other: p.name for p in plan.params for other in p.tied}
     found = {other: first for other, first in initial.tied.items() if first in initial.params}
     for name in sorted(tied.keys() | found.keys()):
@@ -68,7 +68,7 @@ def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] |
             yield f"has parameter {p.name!r} with requires_grad={made}; in the compiled one it has requires_grad={compiled}"
 
 
-def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, Look]) -> Iterator[str]:
+def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, TensorForm]) -> Iterator[str]:
     for name in made:
         if name not in planned:
             yield f"has {kind} {name!r}, which the compiled one has not"

@@ -3,7 +3,7 @@
 May import: nothing of the runtime.
 """
 
-from piper_runtime.weights.lazy_tensors import LazyTensors, Look, flat_range, looks_of, matched, part_of
+from piper_runtime.weights.lazy_tensors import LazyTensors, TensorForm, flat_range, forms_of, matched, part_of
 from piper_runtime.weights.recorder import is_fake, record
 from piper_runtime.weights.recording import Recording, draw_seed
 from piper_runtime.weights.renaming import HeldTensor, Into, Renames, RenameTarget, placed, rename_problem
@@ -13,7 +13,7 @@ __all__ = [
     "HeldTensor",
     "Into",
     "LazyTensors",
-    "Look",
+    "TensorForm",
     "Recording",
     "RenameTarget",
     "Renames",
@@ -21,7 +21,7 @@ __all__ = [
     "flat_range",
     "is_fake",
     "is_weight_file",
-    "looks_of",
+    "forms_of",
     "matched",
     "part_of",
     "placed",

@@ -14,7 +14,7 @@ from piper_runtime.weights.renaming import PlacedTensor, listed
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TensorForm:
     """Hold shape and dtype of a tensor that is not made."""
 
     shape: tuple[int, ...]
@@ -22,45 +22,47 @@ class Look:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Make each tensor anew whenever it is asked for, in the dtype of its `looks`; nothing is kept.
+    """Make each tensor anew whenever it is asked for, in the dtype of its `forms`; nothing is kept.
 
     A tensor is read from a file where `files` has it, and made by the recorded constructor otherwise.
     """
 
-    def __init__(self, looks: Mapping[str, Look], recording: Recording, files: Mapping[str, PlacedTensor] | None = None) -> None:
-        self.looks = dict(looks)
+    def __init__(
+        self, forms: Mapping[str, TensorForm], recording: Recording, files: Mapping[str, PlacedTensor] | None = None
+    ) -> None:
+        self.forms = dict(forms)
         self._recording = recording
         self._files = dict(files or {})
 
     def __getitem__(self, name: str) -> Tensor:
-        look = self.looks[name]
+        form = self.forms[name]
         found = self._files[name].whole() if name in self._files else self._recording.tensor(name)
-        return found.to(look.dtype)
+        return found.to(form.dtype)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.looks
+        return name in self.forms
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.looks)
+        return iter(self.forms)
 
     def __len__(self) -> int:
-        return len(self.looks)
+        return len(self.forms)
 
     def flat(self, name: str, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to `stop` of a row-major tensor; of a file, only they are read."""
         if name in self._files:
-            return self._files[name].flat(start, stop).to(self.looks[name].dtype)
+            return self._files[name].flat(start, stop).to(self.forms[name].dtype)
         return self[name].reshape(-1)[start:stop].clone()
 
     def part(self, names: Iterable[str]) -> LazyTensors:
         """Return these tensors alone, with no more than they need: this is what is sent to a rank."""
-        looks = {name: self.looks[name] for name in names}
-        made = [name for name in looks if name not in self._files]
-        return LazyTensors(looks, self._recording.part(made), {n: self._files[n] for n in looks if n in self._files})
+        forms = {name: self.forms[name] for name in names}
+        made = [name for name in forms if name not in self._files]
+        return LazyTensors(forms, self._recording.part(made), {n: self._files[n] for n in forms if n in self._files})
 
 
 def matched(
-    files: Mapping[str, PlacedTensor], looks: Mapping[str, Look], wanted: Iterable[str], aliases: Mapping[str, str]
+    files: Mapping[str, PlacedTensor], forms: Mapping[str, TensorForm], wanted: Iterable[str], aliases: Mapping[str, str]
 ) -> dict[str, PlacedTensor]:
     """Return what files give to each tensor of a model; raise JobError with all names where they do not fit.
 
@@ -80,7 +82,7 @@ def matched(
         problems.append(f"the files lack {listed(missing)} of the model")
     if extra:
         problems.append(f"the model has no place for {listed(extra)} of the files")
-    problems += [problem for name, placed in found.items() for problem in _unlike(name, placed, looks[name])]
+    problems += [problem for name, placed in found.items() for problem in _unlike(name, placed, forms[name])]
     if problems:
         raise JobError("; ".join(problems[:3]))
     return found
@@ -91,13 +93,13 @@ def _origin(name: str, placed: PlacedTensor) -> str:
     return name if first == name else f"{name} ({first})"
 
 
-def _unlike(name: str, placed: PlacedTensor, look: Look) -> Iterator[str]:
+def _unlike(name: str, placed: PlacedTensor, form: TensorForm) -> Iterator[str]:
     """Yield why a tensor of a file cannot be one of the model: other sizes, or numbers of another kind."""
     origin = placed.pieces[0].origin
-    if placed.shape != look.shape:
-        yield f"{name!r} has shape {list(look.shape)}, and {origin!r} of the files has {list(placed.shape)}"
-    elif placed.dtype != look.dtype and not (placed.dtype.is_floating_point and look.dtype.is_floating_point):
-        yield f"{name!r} is {look.dtype}, and {origin!r} of the files is {placed.dtype}"
+    if placed.shape != form.shape:
+        yield f"{name!r} has shape {list(form.shape)}, and {origin!r} of the files has {list(placed.shape)}"
+    elif placed.dtype != form.dtype and not (placed.dtype.is_floating_point and form.dtype.is_floating_point):
+        yield f"{name!r} is {form.dtype}, and {origin!r} of the files is {placed.dtype}"
 
 
 def part_of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Mapping[str, Tensor]:
@@ -107,11 +109,11 @@ def part_of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Mapping[str,
     return {name: tensors[name].clone() for name in names}
 
 
-def looks_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Look]:
+def forms_of(tensors: Mapping[str, Tensor]) -> Mapping[str, TensorForm]:
     """Return shapes and dtypes, without making a tensor."""
     if isinstance(tensors, LazyTensors):
-        return tensors.looks
-    return {name: Look(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        return tensors.forms
+    return {name: TensorForm(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
 def flat_range(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) -> Tensor:

@@ -133,7 +133,10 @@ class _ConstructorLog(TorchDispatchMode):
 
     @contextmanager
     def truncated(self) -> Iterator[None]:
-        """Take `nn.init.trunc_normal_` as one call; its inner function is replaced, which reaches names imported before."""
+        """Take `nn.init.trunc_normal_` as one call.
+
+        Its inner function is replaced, which also reaches code that has imported the outer one by name.
+        """
         before, thread = torch.nn.init._no_grad_trunc_normal_, threading.get_ident()
 
         def one_call(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:

@@ -37,7 +37,7 @@ class Into:
 RenameTarget = str | None | Into | tuple[Into, ...]
 """The place of a file's tensor in the model: a name, or None where it has none."""
 Renames = Mapping[str, RenameTarget]
-"""Places in the model by patterns of names in the file; the first pattern that matches counts."""
+"""The places in the model by patterns of names in the file; the first pattern that matches counts."""
 
 
 class FileTensor(Protocol):
@@ -99,7 +99,7 @@ class WeightPiece:
         return shape[::-1] if self.into.transposed else shape
 
     def flat(self, start: int, stop: int) -> Tensor:
-        """Return some elements of the row-major piece; no more than whole columns around them are read."""
+        """Return some elements of the row-major piece; of a transposed one, whole columns around them are read."""
         first = self.into.rows[0] if self.into.rows else 0
         if not self.into.transposed:
             before = first * math.prod(self.stored.shape[1:])
@@ -112,7 +112,7 @@ class WeightPiece:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """Hold the pieces that make one tensor of the model: one, or one for each entry of the first dimension, in order."""
+    """Hold the pieces that make one tensor of the model: one, or one for each entry of its first dimension."""
 
     pieces: tuple[WeightPiece, ...]
 

@@ -20,7 +20,7 @@ def is_weight_file(path: Path) -> bool:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, or of a Hugging Face folder, by name; raise JobError for anything else."""
+    """Return the tensors of a safetensors file or a Hugging Face folder by name; raise JobError for anything else."""
     if not path.exists():
         raise JobError(f"{path}: no such file or folder")
     if not path.is_dir():
