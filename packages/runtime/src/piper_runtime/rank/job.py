@@ -85,9 +85,9 @@ class Job:
         global_batch: rows per step over all replicas.
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
-        init: "model" (what the model's constructor makes under `seed`, the whole model once per host), "seeded" (each
-            parameter by itself, under seeds made of `seed`; no process holds the model), or the path of weights: a
-            safetensors file, a Hugging Face folder, or a file that torch.save wrote of a state_dict.
+        init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
+            made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
+            Face, or a file that torch.save wrote of a state_dict.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 

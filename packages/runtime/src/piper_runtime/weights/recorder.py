@@ -32,7 +32,7 @@ from piper_runtime.weights.recording import TRUNCATED, RecordedCall, Recording, 
 
 ADVICE = (
     "The constructor runs once without numbers, so that each tensor can be made by itself: compute numbers that it reads "
-    "(.item(), .tolist(), numpy, `if tensor`) with Python's math, or use init='model', which makes the whole model on each host"
+    "(.item(), .tolist(), numpy, `if tensor`) with Python's math, or use init='model', which makes the whole model at once"
 )
 TensorsByName = Mapping[str, Tensor]
 """A model's tensors by name."""
