@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import piper
+from benchmarks import initial_weights
 from piper import Mesh, Precision, Strategy, recipes
 from piper.api import reference
 from piper.api.reference_weights import load_weights
@@ -184,3 +185,19 @@ def test_paths_that_are_none_and_renames_without_a_path_are_refused(tmp_path: Pa
     with pytest.raises(JobError, match=r"Job\(rename=\.\.\.\): .* a name of the model, or None"):
         seeded_job("gpt", init="x.safetensors", rename={"a": 3})
     assert hash(seeded_job("gpt", init="x", rename={"a": "b"}))
+
+
+def test_the_benchmark_reads_what_a_rank_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = piper.models.LlamaConfig(layers=8, width=64, heads=4, kv_heads=2, hidden=256, vocab=100, length=8)
+    monkeypatch.setattr(initial_weights, "SMALL", small)
+    initial_weights.write_zeros(path := tmp_path / "zeros.safetensors")
+    read, made = initial_weights.of_one_rank(str(path)), initial_weights.of_one_rank("seeded")
+    assert 1.0 <= read["read_over_own"] <= 1.05 and made["read_over_own"] < 0.05
+    assert read["own_mib"] == made["own_mib"] > 0
+
+
+def test_a_profile_makes_the_weights_of_the_job(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "x.safetensors", state_of("gpt"))
+    for job in (seeded_job("gpt", init=path), seeded_job("gpt")):
+        costs = piper.profile(job, PIPELINE, launcher="processes", repeats=2)
+        assert costs.steps
