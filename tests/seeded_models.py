@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +97,40 @@ class Foreign(nn.Module):
         self.register_buffer("steps", torch.arange(4) * 0.5)
         self.register_buffer("names", torch.tensor([3, 1, 2]).sort().values)
         self.register_buffer("first", torch.stack([torch.rand(3), torch.zeros(3)], dim=1)[:, 0], persistent=False)
+
+
+class Shuffled(nn.Module):
+    """Statements in random order that draw, fill, copy and combine tensors and views of them."""
+
+    def __init__(self, program: int) -> None:
+        super().__init__()
+        choice = random.Random(program)
+        tensors = [torch.empty(4, 4) for _ in range(5)]
+        with torch.no_grad():
+            for _ in range(40):
+                a, b, c = (choice.randrange(5) for _ in range(3))
+                if choice.random() < 0.15:
+                    tensors[a] = choice.choice([torch.rand, torch.zeros, torch.empty])(4, 4)
+                    continue
+                if choice.random() < 0.1:
+                    tensors[a] = tensors[b] + tensors[c].t()
+                    continue
+                target = choice.choice([tensors[a], tensors[a].t(), tensors[a][1:3], tensors[a].view(-1)[5:9], tensors[a][:, 2]])
+                source = (tensors[b].clone() if a == b else tensors[b]).reshape(-1)[: target.numel()].reshape(target.shape)
+                match choice.randrange(7):
+                    case 0:
+                        nn.init.normal_(target)
+                    case 1:
+                        nn.init.trunc_normal_(target, std=0.5, a=-0.3, b=0.3)
+                    case 2:
+                        target.copy_(source)
+                    case 3:
+                        target.add_(source)
+                    case 4:
+                        target.fill_(choice.random())
+                    case 5:
+                        torch.lerp(target, source, 0.25, out=target.clone())
+                    case _:
+                        torch.mul(target.clone(), source, out=target)
+        for k, tensor in enumerate(tensors):
+            self.register_parameter(f"p{k}", nn.Parameter(tensor.clone() if choice.random() < 0.3 else tensor))

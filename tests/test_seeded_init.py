@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ from piper_runtime.rank.store import Store
 from piper_runtime.weights import LazyTensors, recorder, recording
 from tests.models import CASES
 from tests.parity import assert_parity
-from tests.seeded_models import Foreign, seeded_job, unusual_job
+from tests.seeded_models import Foreign, Shuffled, seeded_job, unusual_job
 
 LAYOUTS = {
     "one device": Strategy(Mesh(), ()),
@@ -280,3 +281,16 @@ def test_a_constructor_that_sets_torchs_default_dtype_makes_the_same_elsewhere()
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(t, expected[n]) for n, t in state.params.items())
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("start", range(0, 48, 16))
+def test_random_constructors_are_recorded_exactly(start: int) -> None:
+    for program in range(start, start + 16):
+        job = unusual_job(partial(Shuffled, program))
+        assert differing(each_alone(job), whole(job)) == set(), program
+
+
+def test_negative_control_random_constructors_find_a_fill_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_FILLS", recorder._FILLS | {"aten::add_"})
+    jobs = [unusual_job(partial(Shuffled, program)) for program in range(20)]
+    assert any(differing(each_alone(job), whole(job)) for job in jobs)
