@@ -47,7 +47,7 @@ def load_weights(model: nn.Module, job: Any) -> None:
     if not _is_safetensors(path):
         model.load_state_dict(_renamed(torch.load(path, map_location="cpu", weights_only=True), job.rename))
         return
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = _shards(path) if path.is_dir() else [path]
     state = _renamed({name: tensor for file in files for name, tensor in _read(file)}, job.rename)
     missing, unexpected = model.load_state_dict(state, strict=False)
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
@@ -98,6 +98,14 @@ class _SeededDraws(TorchDispatchMode):
 
 def _is_safetensors(path: Path) -> bool:
     return path.is_dir() or path.suffix == ".safetensors"
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the files that the index of a folder names, or its only one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
-
-import torch
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_ops import dtype_name
 from piper_runtime.rank.job import InitialState
-from piper_runtime.weights import TensorForm, forms_of
+from piper_runtime.weights import TensorForm, check_separate, forms_of
 
 ADVICE = "The model function gives another model than when it was compiled: compile the job again (piper.compile)"
 
@@ -24,11 +21,7 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
     """
     for problem in _differences(plan, initial, trainable):
         raise JobError(f"Job.model() now {problem}. {ADVICE}")
-    if shared := shared_memory(initial.real_tensors):
-        raise JobError(
-            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of another library, and training "
-            "would separate them. Use one Parameter under both names, or copy one of them (torch.tensor)"
-        )
+    check_separate(initial.real_tensors)
     for name, tensor in initial.real_tensors.items():
         if tensor.is_meta:
             kind = "parameter" if name in initial.params else "buffer"
@@ -37,19 +30,6 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
                 "model without torch.device('meta') (Piper plans it without memory all the same), or give it values in the "
                 "model function: model.to_empty(device='cpu'), then its own initialisation"
             )
-
-
-def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two tensors whose storages are different objects on the same bytes, or None.
-
-    numpy arrays and DLPack make such tensors; shared storage objects were found when the model was captured.
-    """
-    storages = {name: t.untyped_storage() for name, t in tensors.items() if t.device.type == "cpu"}
-    found = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items() if s.nbytes())
-    for (_, end, first), (begin, _, second) in pairwise(found):
-        if begin < end and storages[first]._cdata != storages[second]._cdata:
-            return first, second
-    return None
 
 
 def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] | None) -> Iterator[str]:

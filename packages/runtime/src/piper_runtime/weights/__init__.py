@@ -7,6 +7,7 @@ from piper_runtime.weights.lazy_tensors import LazyTensors, TensorForm, flat_ran
 from piper_runtime.weights.recorder import is_fake, record
 from piper_runtime.weights.recording import Recording, draw_seed
 from piper_runtime.weights.renaming import HeldTensor, Into, Renames, RenameTarget, placed, rename_problem
+from piper_runtime.weights.shared_memory import check_separate
 from piper_runtime.weights.weight_files import is_weight_file, stored_tensors
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Recording",
     "RenameTarget",
     "Renames",
+    "check_separate",
     "draw_seed",
     "flat_range",
     "is_fake",

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piper_ir.errors import JobError
 from piper_ir.tools import user_code, user_line
 from piper_runtime.weights.recording import TRUNCATED, RecordedCall, Recording, StorageView
+from piper_runtime.weights.shared_memory import check_separate
 
 ADVICE = (
     "The constructor runs once without numbers, so that each tensor can be made by itself: compute numbers that it reads "
@@ -70,7 +71,15 @@ def record(
     fakes = _OneMode(allow_non_fake_inputs=True)
     log = _ConstructorLog(fakes, asked)
     try:
-        with _RECORDING, user_code("Job.model()", JobError), warnings.catch_warnings(), log.truncated(), fakes, log:
+        with (
+            _RECORDING,
+            user_code("Job.model()", JobError),
+            warnings.catch_warnings(),
+            _replaced(nn.init, "_no_grad_trunc_normal_", log.truncate),
+            _replaced(torch.utils, "swap_tensors", _swap),
+            fakes,
+            log,
+        ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
             model = make()
     except JobError as error:
@@ -78,6 +87,7 @@ def record(
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
     places = {name: log.place(name, tensor) for name, tensor in named(model).items()}
+    check_separate({name: log.given[p.storage] for name, p in places.items() if p.storage in log.given})
     calls = dict(enumerate(log.calls))
     return model, Recording(seed, torch.get_default_dtype(), calls, log.sizes, log.constants, places)
 
@@ -86,10 +96,33 @@ def _explained(error: JobError, asked: str) -> JobError:
     cause = error.__cause__
     if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
         return JobError(f"{asked}: Job.model() reads values of a tensor ({cause.func}){user_line(cause)}. {ADVICE}")
-    if cause is None:
-        return JobError(f"{error}{user_line(error)}")
-    of_torch = isinstance(cause, RuntimeError | TypeError | ValueError)  # as torch says that a fake tensor has no numbers
-    return JobError(f"{asked}: {error}" + (f". {ADVICE}" if of_torch else ""))
+    if isinstance(cause, RuntimeError | TypeError | ValueError):  # as torch says that a fake tensor has no numbers
+        said = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        return JobError(f"{asked}: Job.model() raised {said}{user_line(cause)}. {ADVICE}")
+    return JobError(f"{error}{user_line(error)}" if cause is None else f"{asked}: {error}")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of torch for this thread until the context ends; the new one is given the old one first."""
+    before, thread = getattr(owner, name), threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs) if threading.get_ident() == thread else before(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _swap(before: Callable[..., Any], tensor: Tensor, other: Tensor) -> None:
+    """Give a parameter another content, as modules do to cast it: torch cannot swap fake tensors."""
+    if is_fake(tensor) and is_fake(other):
+        tensor.data = other.data
+    else:
+        before(tensor, other)
 
 
 class _OneMode(FakeTensorMode):
@@ -107,6 +140,7 @@ class _ConstructorLog(TorchDispatchMode):
         self.calls: list[RecordedCall] = []
         self.sizes: dict[int, int] = {}
         self.constants: dict[int, Tensor] = {}
+        self.given: dict[int, Tensor] = {}  # as they were given, by storage; alive, so that each has its own address
         self._fakes, self._asked, self._draws = fakes, asked, 0
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # storages and tensors, so that no other storage gets the address of one
@@ -115,7 +149,7 @@ class _ConstructorLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _LITERALS and not is_fake(args[0]):
             result = func(*args, **kwargs)
-            self.constants[self._new(result)] = _bytes(args[0])
+            self._keep(self._new(result), args[0])
             return result
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         result = func(*args, **kwargs)
@@ -131,40 +165,20 @@ class _ConstructorLog(TorchDispatchMode):
             )
         return self._view(self._faked(tensor))
 
-    @contextmanager
-    def truncated(self) -> Iterator[None]:
-        """Take `nn.init.trunc_normal_` as one call.
+    def truncate(
+        self, before: object, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        """Write down a call of `nn.init.trunc_normal_`, in place of its inner function.
 
-        Its inner function is replaced, which also reaches code that has imported the outer one by name.
+        Code that has imported the outer one by name calls the inner one too.
         """
-        before, thread = torch.nn.init._no_grad_trunc_normal_, threading.get_ident()
-
-        def one_call(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
-            if threading.get_ident() != thread:
-                return before(tensor, mean, std, a, b, generator)
-            fake = self._argument(tensor)
-            self._argument(generator)
-            view = self._view(fake)
-            fills = self._covers(fake)
-            self.calls.append(
-                RecordedCall(
-                    TRUNCATED,
-                    (view, mean, std, a, b),
-                    {},
-                    (None,),
-                    () if fills else (view.storage,),
-                    (view.storage,),
-                    fills,
-                    self._draw(),
-                )
-            )
-            return tensor
-
-        torch.nn.init._no_grad_trunc_normal_ = one_call
-        try:
-            yield
-        finally:
-            torch.nn.init._no_grad_trunc_normal_ = before
+        fake = self._argument(tensor)
+        self._argument(generator)
+        view, fills = self._view(fake), self._covers(fake)
+        reads = () if fills else (view.storage,)
+        args = (view, mean, std, a, b)
+        self.calls.append(RecordedCall(TRUNCATED, args, {}, (None,), reads, (view.storage,), fills, self._draw()))
+        return tensor
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
         """Write down a call that was made; views and calls without effect on a storage are left out."""
@@ -196,7 +210,8 @@ class _ConstructorLog(TorchDispatchMode):
             )
         if isinstance(leaf, torch.UntypedStorage):
             raise JobError(
-                f"{self._asked}: Job.model() works on a storage (Tensor.set_); use operations on tensors, or init='model'"
+                f"{self._asked}: Job.model() works on a storage (torch.load, Tensor.set_). Give the path of weights as init=, "
+                "or use init='model'"
             )
         return self._faked(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -211,8 +226,13 @@ class _ConstructorLog(TorchDispatchMode):
             self._numbers[storage._cdata] = number
             self._alive += [storage, tensor, fake]
             if number not in self.sizes:
-                self.sizes[number], self.constants[number] = storage.nbytes(), _bytes(tensor)
+                self.sizes[number] = storage.nbytes()
+                self._keep(number, tensor)
         return fake
+
+    def _keep(self, number: int, tensor: Tensor) -> None:
+        """Keep the numbers of a tensor from elsewhere as they are now; its array may be filled with others later."""
+        self.constants[number], self.given[number] = _bytes(tensor), tensor
 
     def _known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._numbers
