@@ -260,13 +260,17 @@ def materialize(job: Job) -> InitialState:
     return state
 
 
+def dtype_in_run(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a model's tensor in a run whose parameters have `dtype`."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
 def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
     """Cast the floating-point tensors of a module in place, and return all of them; complex ones stay as they are."""
     params: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     for name, tensor in _first_tensors(model).items():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(dtype_in_run(tensor, dtype))
         kind = params if isinstance(tensor, nn.Parameter) else buffers
         kind[name] = tensor.detach()
     return InitialState(params, buffers, model)
@@ -279,7 +283,7 @@ def _lazy_state(job: Job) -> InitialState:
         stored = {} if job.init == "seeded" else placed(stored_tensors(Path(job.init)), job.rename)
     model, recording = record(job.model, job.seed, asked, _first_tensors)
     tensors, dtype = _first_tensors(model), job.precision.dtype
-    forms = {n: TensorForm(tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+    forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, dtype)) for n, t in tensors.items()}
     with _named(asked):
         files = {} if job.init == "seeded" else matched(stored, forms, *_saved_names(model))
     trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}
