@@ -1,8 +1,8 @@
-"""Record the constructor of Llama 3 405B (goals 5 s and 0.6 GiB), and make the tensors of one rank of a smaller model.
+"""Measure initial weights: the recorded constructor of Llama 3 405B, and the tensors of one rank of a smaller model.
 
-`python -m benchmarks.initial_weights` prints one JSON object. Every part runs in a process of its own, so that its peak
-memory holds torch and that part only. The rank is the second of eight pipeline stages of a Llama with 1.2e9 parameters,
-in float32: its weights are made by the recorded constructor, and read from a safetensors file whose tensors are zeros.
+Every part runs in a process of its own, so that its peak memory holds torch and that part only. The rank is the second
+of eight pipeline stages of a Llama with 1.1e9 parameters, in float32: its weights are made by the recorded constructor,
+and read from a safetensors file whose tensors are zeros.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.measure import Goal, Row
 from piper import Job, models
 from piper_runtime.rank import materialize
 from piper_runtime.weights import LazyTensors
 
 SMALL = models.LlamaConfig(layers=16, width=2048, heads=16, kv_heads=4, hidden=8192, vocab=32_000, length=2048)
 STAGES = 8
+SECONDS_GOAL, MEMORY_GOAL, READ_GOAL = Goal("below", 5.0), Goal("below", 0.6), Goal("below", 1.05)
+BASE_MIB = 300.0
+"""The memory that a process may have beyond 1.2 times its own weights and the largest of them, in MiB."""
 
 
 def peak_mib() -> float:
@@ -52,20 +56,20 @@ def held_names(tensors: LazyTensors) -> list[str]:
 
 
 def of_one_rank(init: str) -> dict[str, float]:
-    """Return the memory of a process that makes one rank's parameters, beyond that of one with torch and the recording."""
+    """Return the memory of a process that makes one rank's parameters, and the bytes that it reads."""
     job: Job = replace(models.job(SMALL, global_batch=2, precision="float32"), init=init)
     params = materialize(job).params
     assert isinstance(params, LazyTensors)
     part = params.part(held_names(params))
-    before, read, wall = peak_mib(), bytes_read(), time.perf_counter()
-    own = {name: part[name].clone() for name in part}
+    read, wall = bytes_read(), time.perf_counter()
+    own = {name: part[name] for name in part}
     seconds = time.perf_counter() - wall
     held = sum(t.nbytes for t in own.values())
     largest = max(t.nbytes for t in own.values())
     return {
         "own_mib": round(held / 2**20, 1),
         "largest_mib": round(largest / 2**20, 1),
-        "more_mib": round(peak_mib() - before, 1),
+        "peak_mib": round(peak_mib(), 1),
         "read_over_own": round((bytes_read() - read) / held, 4),
         "seconds": round(seconds, 2),
     }
@@ -97,17 +101,20 @@ def alone(function: Callable[[str], dict[str, float]], argument: str) -> dict[st
         return pool.submit(function, argument).result()
 
 
-def main() -> None:
+def rows(quick: bool) -> Iterator[Row]:
+    """Return seconds and memory; they take as long with `quick`."""
+    whole = alone(recorded, "llama3-405b")
+    note = f"{whole['cpu_seconds']:.1f} s of CPU time"
+    yield Row("initial", "Llama 3 405B, constructor recorded", whole["seconds"], "s", goal=SECONDS_GOAL, note=note)
+    note = f"of the process; {whole['before_gib']:.2f} GiB before"
+    yield Row("initial", "Llama 3 405B, peak memory", whole["peak_gib"], "GiB", goal=MEMORY_GOAL, note=note)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zeros.safetensors"
         write_zeros(path)
-        found = {
-            "llama3-405b recorded": alone(recorded, "llama3-405b"),
-            "one rank, seeded": alone(of_one_rank, "seeded"),
-            "one rank, safetensors": alone(of_one_rank, str(path)),
-        }
-    print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        for what, init in (("seeded", "seeded"), ("safetensors", str(path))):
+            found = alone(of_one_rank, init)
+            goal = Goal("below", 1.2 * found["own_mib"] + found["largest_mib"] + BASE_MIB)
+            note = f"own weights {found['own_mib']:.0f} MiB, the largest {found['largest_mib']:.0f} MiB, {found['seconds']:.1f} s"
+            yield Row("initial", f"one rank, {what}: peak memory", found["peak_mib"], "MiB", goal=goal, note=note)
+            if init != "seeded":
+                yield Row("initial", "one rank, safetensors: bytes read over own", found["read_over_own"], "", goal=READ_GOAL)
