@@ -98,8 +98,8 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, count: list[int]) -> None:
-    path = write_folder(tmp_path / "folder", state_of("deep"))
-    job = seeded_job("deep", init=path, precision=Precision(params="float32"))
+    state = {n: t.double() for n, t in state_of("gpt").items()}
+    job = seeded_job("gpt", init=write_folder(tmp_path / "folder", state))
     compiled = piper.compile(job, PIPELINE)
     plan, code = compiled.plan, compiled.code
     assert code is not None
@@ -112,7 +112,7 @@ def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, count: list[int]
         store = Store(plan, rank, request.params, request.buffers)
         assert sum(count) == sum(t.nbytes for t in store.params.values())
         total += sum(count)
-    assert total < 1.2 * sum(t.nbytes for t in state_of("deep").values())  # the tied embedding is on both
+    assert total == sum(t.nbytes for t in state.values()) + state["embed.weight"].nbytes  # the tied one is on both
 
 
 def test_a_shard_reads_its_range_of_each_parameter(tmp_path: Path, count: list[int]) -> None:
@@ -198,6 +198,4 @@ def test_the_benchmark_reads_what_a_rank_holds(tmp_path: Path, monkeypatch: pyte
 
 def test_a_profile_makes_the_weights_of_the_job(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "x.safetensors", state_of("gpt"))
-    for job in (seeded_job("gpt", init=path), seeded_job("gpt")):
-        costs = piper.profile(job, PIPELINE, launcher="processes", repeats=2)
-        assert costs.steps
+    assert piper.profile(seeded_job("gpt", init=path), PIPELINE, repeats=2).steps
