@@ -31,6 +31,7 @@ from benchmarks.measure import Machine, Row, machine
 SECTIONS = {
     "compile": "compile_rates:rows",
     "capture": "capture_rates:rows",
+    "initial": "initial_weights:rows",
     "scale": "scale:rows",
     "simulate": "plan_rates:simulate_rows",
     "sweep": "plan_rates:sweep_rows",

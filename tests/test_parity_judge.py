@@ -6,11 +6,12 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-import piper.api.reference
+from piper.api import reference, reference_weights
 from tests import compositions, parity
 from tests.compositions import Composition
 
@@ -175,11 +176,12 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
     assert first.losses != dry.losses
 
 
-def test_the_reference_shares_no_code_with_piper() -> None:
-    source = Path(piper.api.reference.__file__).read_text(encoding="utf-8")
+@pytest.mark.parametrize(("module", "beside"), [(reference, {reference_weights.__name__}), (reference_weights, set())])
+def test_the_reference_shares_no_code_with_piper(module: ModuleType, beside: set[str]) -> None:
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
     imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names} | {
         getattr(n, "module", "") or "" for n in imports
     }
     assert "torch" in names
-    assert not {n for n in names if n.startswith("piper")}
+    assert {n for n in names if n.startswith("piper")} == beside

@@ -27,6 +27,8 @@ from piper_runtime.rank.job import Job, Precision, call_batch, flatten_batch, in
         ("tokens_per_row", 0, "at least 1"),
         ("clip_norm", 0.0, "positive"),
         ("precision", "float32", "give Precision.params=.float32..."),
+        ("init", 3, "the path of weights is needed"),
+        ("rename", 3, "a mapping from patterns"),
     ],
 )
 def test_unusable_fields_are_refused_by_name(field: str, value: Any, says: str) -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from piper.api.reference_weights import constructed, load_weights
+
 FLOAT64 = 1e-9
 """The tolerance of float64; a correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
 FLOAT32 = 2e-5
@@ -80,10 +82,9 @@ class _Trainer:
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
         self.dtype = getattr(torch, job.precision.params)
-        self.model: nn.Module = job.model()
+        self.model = constructed(job)
         _widen(self.model, self.dtype)
-        if job.init != "model":  # last: a file in float64 is not to go through the dtype of the constructor
-            self.model.load_state_dict(torch.load(job.init, map_location="cpu", weights_only=True))
+        load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = _RandomState(self.model, job.seed, head)
         self.optimizer = job.optimizer(list(self.model.named_parameters()))
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None

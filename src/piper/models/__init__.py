@@ -6,20 +6,24 @@ The blocks are in an nn.ModuleList, so that `partition` finds them. This room ma
 and no other room of `piper`.
 """
 
+from piper.models.families import hugging_face
 from piper.models.gpt import GPT, GPTConfig
 from piper.models.jobs import job, parameter_count
 from piper.models.llama import Llama, LlamaConfig
 from piper.models.moe import MoE, MoEConfig
 from piper.models.presets import PRESETS, preset
+from piper_runtime.weights import Into
 
 __all__ = [
     "GPT",
     "PRESETS",
     "GPTConfig",
+    "Into",
     "Llama",
     "LlamaConfig",
     "MoE",
     "MoEConfig",
+    "hugging_face",
     "job",
     "parameter_count",
     "preset",

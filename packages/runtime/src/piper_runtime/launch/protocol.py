@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +33,8 @@ class Request:
         plan: the plan, pickled once for all ranks.
         callables: the job's callables, packed once for all ranks.
         code: the code of the role's chunks, by chunk code and step.
-        params: initial parameters that the role holds.
-        buffers: initial buffers that the role holds.
+        params: initial parameters that the role holds, or how a rank makes or reads them (`LazyTensors`).
+        buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
         options: how the run goes.
         device: the kind of device that runs take where the request is made.
@@ -42,8 +43,8 @@ class Request:
     plan: bytes
     callables: bytes
     code: dict[str, dict[str, ShippedCode]]
-    params: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    params: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
     seed: int
     options: RunOptions
     device: str = field(default_factory=lambda: device.default)

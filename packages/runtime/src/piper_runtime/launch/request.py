@@ -11,6 +11,7 @@ from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.shipping import pack
 from piper_runtime.rank.store import held_params, lone_tensors
+from piper_runtime.weights import part_of
 
 
 def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
@@ -27,8 +28,8 @@ def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialStat
             source = code[code_id][step]
             found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
         rank = role.ranks[0]
-        params = {n: initial.params[n].clone() for n in held_params(plan, rank)}
-        buffers = {n: initial.buffers[n].clone() for n in lone_tensors(plan, rank, "buffer")}
+        params = part_of(initial.params, held_params(plan, rank))
+        buffers = part_of(initial.buffers, lone_tensors(plan, rank, "buffer"))
         request = Request(plan_blob, callables, found, params, buffers, job.seed, options)
         out |= dict.fromkeys(role.ranks, request)
     return out

@@ -15,7 +15,7 @@ import gc
 import pickle
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -70,8 +70,8 @@ class ProfileRequest:
     plans: bytes
     callables: bytes
     code: dict[int, dict[str, dict[str, ShippedCode]]]
-    params: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    params: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
     seed: int
     repeats: int
     sizes: tuple[int, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,19 @@ from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
 from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
+from piper_runtime.weights import (
+    HeldTensor,
+    LazyTensors,
+    Renames,
+    TensorForm,
+    is_fake,
+    is_weight_file,
+    matched,
+    placed,
+    record,
+    rename_problem,
+    stored_tensors,
+)
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """The accepted dtypes of parameters, by torch's names."""
@@ -71,8 +85,10 @@ class Job:
         global_batch: rows per step over all replicas.
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
-        init: "model" (what the model's constructor makes under `seed`) or the path of a file that torch.save wrote of a
-            state_dict.
+        init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
+            made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
+            Face, or a file that torch.save wrote of a state_dict.
+        rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
     model: Callable[[], nn.Module]
@@ -86,6 +102,7 @@ class Job:
     precision: Precision = field(default_factory=Precision)
     seed: int = 0
     init: str | Path = "model"
+    rename: Renames = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
@@ -101,6 +118,14 @@ class Job:
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
+        if not isinstance(self.init, str | Path):
+            raise JobError(f"Job(init={self.init!r}): 'model', 'seeded' or the path of weights is needed")
+        if (problem := rename_problem(self.rename)) is not None:
+            raise JobError(f"Job(rename=...): {problem}")
+        if self.rename and self.init in ("model", "seeded"):
+            raise JobError(
+                f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init the path of weights"
+            )
 
 
 def _check_int(name: str, value: object, least: int) -> None:
@@ -149,11 +174,21 @@ def _key(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Hold full tensors on CPU under their first names, shared with their module; none without a `model`."""
+    """Hold full tensors on CPU under their first names; none without a `model`.
 
-    params: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    They are shared with their module, or `LazyTensors`, which are made when they are asked for; the tensors of the
+    module are fake then.
+    """
+
+    params: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
     model: nn.Module | None = None
+
+    @property
+    def real_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the module that have bytes, or are on meta, by their first names; not the fake ones."""
+        tensors = _first_tensors(self.model) if self.model is not None else {}
+        return {name: tensor for name, tensor in tensors.items() if not is_fake(tensor)}
 
     @property
     def tied(self) -> dict[str, str]:
@@ -175,25 +210,44 @@ class InitialState:
         """
         if self.model is None:
             return {}
-        before = []
-        try:
-            for name, tensor in _first_tensors(self.model).items():
-                if name in trained:
-                    before.append((tensor, tensor.data))
-                    tensor.data = trained[name]
+        initial = {name: kind for kind in (self.params, self.buffers) for name in kind}
+        values = {name: trained[name] if name in trained else kind[name] for name, kind in initial.items()}
+        with _holding(self.model, values):
             found = self.model.state_dict()
             return {n: t.detach().clone() if isinstance(t, torch.Tensor) else t for n, t in found.items()}
-        finally:
-            for tensor, data in before:
-                tensor.data = data
+
+
+@contextmanager
+def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let the modules of a model hold other tensors under the names that they have."""
+    others = {}
+    for name, tensor in _first_tensors(model).items():
+        value = values[name]
+        others[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            for own in every:
+                held = [(name, tensor) for name, tensor in own.items() if isinstance(tensor, torch.Tensor)]
+                before += [(own, name, tensor) for name, tensor in held]
+                own.update({name: others[id(tensor)] for name, tensor in held})
+        yield
+    finally:
+        for own, name, tensor in before:
+            own[name] = tensor
 
 
 def materialize(job: Job) -> InitialState:
-    """Return the model's parameters and buffers, made on CPU under the job's seed, in the dtype of `precision.params`.
+    """Return the model's parameters and buffers on CPU, in the dtype of `precision.params`.
+
+    With init="seeded" and with files of safetensors, tensors are made when they are asked for.
 
     The caller's random state stays as it was. Raises JobError when the model cannot be made or the file of `init` does
     not fit it.
     """
+    if job.init == "seeded" or (job.init != "model" and is_weight_file(Path(job.init))):
+        return _lazy_state(job)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         with user_code("Job.model()", JobError):
@@ -202,19 +256,67 @@ def materialize(job: Job) -> InitialState:
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
     state = initial_state(model, job.precision.dtype)
     if job.init != "model":  # into tensors that have their dtype: a float64 file is not to be rounded to float32
-        _load(model, Path(job.init))
+        _load(model, Path(job.init), job.rename)
     return state
+
+
+def dtype_in_run(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a model's tensor in a run whose parameters have `dtype`."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
     """Cast the floating-point tensors of a module in place, and return all of them; complex ones stay as they are."""
-    state = InitialState({}, {}, model)
+    params: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for name, tensor in _first_tensors(model).items():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-        kind = state.params if isinstance(tensor, nn.Parameter) else state.buffers
+        tensor.data = tensor.data.to(dtype_in_run(tensor, dtype))
+        kind = params if isinstance(tensor, nn.Parameter) else buffers
         kind[name] = tensor.detach()
-    return state
+    return InitialState(params, buffers, model)
+
+
+def _lazy_state(job: Job) -> InitialState:
+    """Record the constructor, and return tensors that are made by it or read from files when they are asked for."""
+    asked = f"Job(init={str(job.init)!r})"
+    with _named(asked):
+        stored = {} if job.init == "seeded" else placed(stored_tensors(Path(job.init)), job.rename)
+    model, recording = record(job.model, job.seed, asked, _first_tensors)
+    tensors, dtype = _first_tensors(model), job.precision.dtype
+    forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, dtype)) for n, t in tensors.items()}
+    with _named(asked):
+        files = {} if job.init == "seeded" else matched(stored, forms, *_saved_names(model))
+    trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}
+    others = {n: form for n, form in forms.items() if n not in trained}
+    return InitialState(LazyTensors(trained, recording, files), LazyTensors(others, recording, files), model)
+
+
+@contextmanager
+def _named(asked: str) -> Iterator[None]:
+    """Say in errors which field of the job they are about."""
+    try:
+        yield
+    except JobError as error:
+        raise JobError(f"{asked}: {error}") from error.__cause__
+
+
+def _saved_names(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """Return the first names of tensors that a state_dict has, and the first names of tied ones by their others."""
+    first: dict[int, str] = {}
+    saved: dict[str, None] = {}
+    aliases: dict[str, str] = {}
+    temporary = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in (*module._non_persistent_buffers_set, *(n for n, t in vars(module).items() if isinstance(t, torch.Tensor)))
+    }
+    for name, tensor in _named_tensors(model):
+        known = first.setdefault(id(tensor), name)
+        if name not in temporary:
+            saved[known] = None
+            if known != name:
+                aliases[name] = known
+    return list(saved), aliases
 
 
 def _first_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -233,11 +335,15 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((dot + name, value) for name, value in own.items() if isinstance(value, torch.Tensor))
 
 
-def _load(model: nn.Module, path: Path) -> None:
+def _load(model: nn.Module, path: Path, rename: Renames) -> None:
     if not path.is_file():
-        raise JobError(f"Job(init={str(path)!r}): no such file; give 'model' or the path of a saved state_dict")
+        raise JobError(f"Job(init={str(path)!r}): no such file; give 'model', 'seeded' or the path of weights")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if rename:
+            state = {
+                name: tensor.whole() for name, tensor in placed({n: HeldTensor(t) for n, t in state.items()}, rename).items()
+            }
         model.load_state_dict(state)
     except Exception as e:  # torch raises several unrelated classes for a file that is not its own or does not fit
         raise JobError(f"Job(init={str(path)!r}) is not a state_dict of this model: {e}") from e

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
-
-import torch
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_ops import dtype_name
 from piper_runtime.rank.job import InitialState
+from piper_runtime.weights import TensorForm, check_separate, forms_of
 
 ADVICE = "The model function gives another model than when it was compiled: compile the job again (piper.compile)"
 
@@ -23,37 +21,20 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
     """
     for problem in _differences(plan, initial, trainable):
         raise JobError(f"Job.model() now {problem}. {ADVICE}")
-    if shared := shared_memory({**initial.params, **initial.buffers}):
-        raise JobError(
-            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of another library, and training "
-            "would separate them. Use one Parameter under both names, or copy one of them (torch.tensor)"
-        )
-    for kind, tensors in (("parameter", initial.params), ("buffer", initial.buffers)):
-        for name, tensor in tensors.items():
-            if tensor.is_meta:
-                raise JobError(
-                    f"Job.model() leaves {kind} {name!r} on the meta device, where it has no values to start from. Make the "
-                    "model without torch.device('meta') (Piper plans it without memory all the same), or give it values in the "
-                    "model function: model.to_empty(device='cpu'), then its own initialisation"
-                )
-
-
-def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two tensors whose storages are different objects on the same bytes, or None.
-
-    numpy arrays and DLPack make such tensors; shared storage objects were found when the model was captured.
-    """
-    storages = {name: t.untyped_storage() for name, t in tensors.items() if t.device.type == "cpu"}
-    found = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items() if s.nbytes())
-    for (_, end, first), (begin, _, second) in pairwise(found):
-        if begin < end and storages[first]._cdata != storages[second]._cdata:
-            return first, second
-    return None
+    check_separate(initial.real_tensors)
+    for name, tensor in initial.real_tensors.items():
+        if tensor.is_meta:
+            kind = "parameter" if name in initial.params else "buffer"
+            raise JobError(
+                f"Job.model() leaves {kind} {name!r} on the meta device, where it has no values to start from. Make the "
+                "model without torch.device('meta') (Piper plans it without memory all the same), or give it values in the "
+                "model function: model.to_empty(device='cpu'), then its own initialisation"
+            )
 
 
 def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] | None) -> Iterator[str]:
-    yield from _names("parameter", {p.name: p.spec for p in plan.params}, initial.params)
-    yield from _names("buffer", {b.name: b.spec for b in plan.buffers}, initial.buffers)
+    yield from _names("parameter", {p.name: p.spec for p in plan.params}, forms_of(initial.params))
+    yield from _names("buffer", {b.name: b.spec for b in plan.buffers}, forms_of(initial.buffers))
     tied = {other: p.name for p in plan.params for other in p.tied}
     found = {other: first for other, first in initial.tied.items() if first in initial.params}
     for name in sorted(tied.keys() | found.keys()):
@@ -67,7 +48,7 @@ def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] |
             yield f"has parameter {p.name!r} with requires_grad={made}; in the compiled one it has requires_grad={compiled}"
 
 
-def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, TensorForm]) -> Iterator[str]:
     for name in made:
         if name not in planned:
             yield f"has {kind} {name!r}, which the compiled one has not"

@@ -36,6 +36,7 @@ class Store:
         self.own_params: dict[str, torch.Tensor] = {}
         self.own_grads: dict[str, torch.Tensor] = {}
         self._mesh, self._rank = plan.mesh, rank
+        self._shape_of = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
         self._given = params
         self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
@@ -67,7 +68,7 @@ class Store:
             self.grads |= bucket_views(bucket, grads, self._shapes(bucket))
 
     def _shapes(self, bucket: Bucket) -> list[torch.Size]:
-        return [self._initial(name).shape for name in bucket.params]
+        return [self._shape_of[name] for name in bucket.params]
 
     def part(self, flat: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
         """Return this rank's part of a flat tensor that ranks share along some axes."""

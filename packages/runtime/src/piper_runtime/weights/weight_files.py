@@ -1,0 +1,73 @@
+"""Find the tensors of a file or a folder of weights: safetensors, alone or in shards as Hugging Face has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from piper_ir.errors import JobError
+from piper_runtime.weights.safetensors_file import StoredTensor, read_header
+
+SUFFIX = ".safetensors"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def is_weight_file(path: Path) -> bool:
+    """Return whether a path is one that `stored_tensors` reads: a folder, or a file by its suffix."""
+    return path.suffix == SUFFIX or path.is_dir()
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file or a Hugging Face folder by name; raise JobError for anything else."""
+    if not path.exists():
+        raise JobError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        return read_header(path)
+    if (path / INDEX).is_file():
+        return _indexed(path)
+    if (path / WHOLE).is_file():
+        return read_header(path / WHOLE)
+    present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+    raise JobError(f"{path} has neither {INDEX} nor {WHOLE}; it has {present}")
+
+
+def _indexed(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of all shards; the index and the headers of the shards must say the same."""
+    index = folder / INDEX
+    files = _weight_map(index)
+    found: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(files.values()):
+        shard = folder / file
+        if not shard.is_file():
+            raise JobError(f"{index} names {file!r}, which is not in the folder")
+        held = read_header(shard)
+        for name in held.keys() & found.keys():
+            raise JobError(f"{shard} has {name!r}, and so has {found[name].path}")
+        found |= held
+        for problem in _disagreements({n for n, f in files.items() if f == file}, set(held)):
+            raise JobError(f"{index} and {shard} do not agree: {problem}")
+    return found
+
+
+def _disagreements(said: set[str], names: set[str]) -> Iterator[str]:
+    if said - names:
+        yield f"the shard lacks {min(said - names)!r}"
+    if names - said:
+        yield f"the index does not name {min(names - said)!r}"
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise JobError(f"{index} is no JSON ({type(error).__name__}: {error})") from None
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise JobError(f"{index} has no weight_map, which gives the file of each tensor")
+    for file in found.values():
+        if Path(file).name != file:
+            raise JobError(f"{index} names {file!r}, which is no file of the folder")
+    return found

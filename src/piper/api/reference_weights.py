@@ -1,0 +1,150 @@
+"""Give the judge's module its initial weights, by the written rules of Job.init; this imports nothing of Piper.
+
+The rules of init="seeded", which also hold for tensors that files do not have: every draw of the constructor has a seed
+of its own, made of the job's seed and the number of the draw; memory that nothing fills is zero.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "BOOL": "bool",
+}
+
+
+def constructed(job: Any) -> nn.Module:
+    """Return what the constructor makes, with a seed before each draw where Job.init asks for that."""
+    if job.init == "model" or (job.init != "seeded" and not _is_safetensors(Path(job.init))):
+        model: nn.Module = job.model()
+        return model
+    with _SeededDraws(job.seed).in_constructor():
+        made: nn.Module = job.model()
+    return made
+
+
+def load_weights(model: nn.Module, job: Any) -> None:
+    """Copy the weights of the job's files into a module."""
+    if job.init in ("model", "seeded"):
+        return
+    path = Path(job.init)
+    if not _is_safetensors(path):
+        model.load_state_dict(_renamed(torch.load(path, map_location="cpu", weights_only=True), job.rename))
+        return
+    files = _shards(path) if path.is_dir() else [path]
+    state = _renamed({name: tensor for file in files for name, tensor in _read(file)}, job.rename)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    loaded = {id(named[name]) for name in state if name in named}
+    if unexpected or any(id(named[name]) not in loaded for name in missing):  # a tied tensor is loaded under another name
+        raise ValueError(f"the files do not fit the model: {missing} are missing, {unexpected} are too many")
+
+
+class _SeededDraws(TorchDispatchMode):
+    """Seed torch's generator before each draw; trunc_normal_, which draws until all numbers fit, is one draw."""
+
+    def __init__(self, seed: int):
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._seed, self._draws, self._within = seed, 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._within:
+            self._next()
+        result = func(*args, **(kwargs or {}))
+        if re.match(r"(new_)?empty(_|\.|$)", func.__name__) and isinstance(result, Tensor):
+            result.zero_()
+        return result
+
+    def _next(self) -> None:
+        digest = blake2b(f"{self._seed}/init/{self._draws}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        self._draws += 1
+
+    @contextmanager
+    def in_constructor(self) -> Iterator[None]:
+        inner = nn.init._no_grad_trunc_normal_
+
+        def once(*args: Any, **kwargs: Any) -> Tensor:
+            self._next()
+            self._within = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._within = False
+
+        nn.init._no_grad_trunc_normal_ = once
+        try:
+            with self:
+                yield
+        finally:
+            nn.init._no_grad_trunc_normal_ = inner
+
+
+def _is_safetensors(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".safetensors"
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the files that the index of a folder names, or its only one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors file."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8:begin]).items():
+        if name != "__metadata__":
+            first, last = (begin + offset for offset in entry["data_offsets"])
+            dtype = getattr(torch, _DTYPES[entry["dtype"]])
+            flat = torch.frombuffer(bytearray(content[first:last]), dtype=dtype) if last > first else torch.empty(0, dtype=dtype)
+            yield name, flat.reshape(entry["shape"])
+
+
+def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors under the names of the model: parts of them, transposed or stacked where `rename` says so."""
+    found: dict[str, Tensor] = {}
+    entries: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in state.items():
+        for target, texts in _places(name, rename):
+            to, rows, transposed = (
+                (target, None, False) if isinstance(target, str) else (target.name, target.rows, target.transposed)
+            )
+            for text in texts:
+                to = to.replace("*", text, 1)
+            part = tensor if rows is None else tensor[rows[0] : rows[1]]
+            part = part.t() if transposed else part
+            if to.endswith("]"):
+                base, _, number = to[:-1].rpartition("[")
+                entries.setdefault(base, {})[int(number)] = part
+            else:
+                found[to] = part
+    return found | {name: torch.stack([parts[k] for k in sorted(parts)]) for name, parts in entries.items()}
+
+
+def _places(name: str, rename: Mapping[str, Any]) -> list[tuple[Any, tuple[str, ...]]]:
+    for pattern, target in rename.items():
+        match = re.fullmatch(re.escape(pattern).replace(r"\*", "(.+?)"), name)
+        if match is not None:
+            targets = target if isinstance(target, tuple) else (target,)
+            return [(t, match.groups()) for t in targets if t is not None]
+    return [(name, ())]
