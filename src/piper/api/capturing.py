@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from piper_compiler import Strategy, policies_of
 from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
@@ -55,6 +56,14 @@ def program_at(captured: Captured, rows: int) -> Program:
         return captured.bind(1)
     check_rows(captured.forward, rows)
     return captured.program
+
+
+def under_policies(captured: Captured, *strategies: Strategy) -> Captured:
+    """Return a capture whose program has variants for the policies of recomputation that strategies ask for."""
+    from piper_compiler.capture import with_policies
+
+    policies = {p for strategy in strategies for p in policies_of(strategy.directives)}
+    return with_policies(captured, policies) if policies else captured
 
 
 def captured_job(job: Job) -> Captured:

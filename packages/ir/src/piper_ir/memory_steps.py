@@ -74,7 +74,7 @@ class PartUses:
         if not isinstance(op, Compute):
             return part_peak(self.plan, part, sizes)
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-        chunk = self.plan.chunk(op.chunk)
+        chunk = self.plan.chunk(op.variant)
         dying = [sizes[v] if v in part.frees else -1 for v in part.reads] if part.frees else []
         key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs], *dying
         known = self._known.get(key)

@@ -128,6 +128,10 @@ def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple
     return source[order], target[order], out
 
 
+_EARLIER = {"B": ("R", "F"), "R": ("F",), "I": ("R", "F"), "W": ("I", "R", "F")}
+"""The steps of a chunk that each step follows, of which the first that there is counts."""
+
+
 class _Edges:
     """Find the edges between the nodes of a graph.
 
@@ -142,6 +146,7 @@ class _Edges:
             self.family.setdefault(node.id, []).append(k)
         self.accumulators = _accumulators(graph, self.nodes)
         self.states = _StateEdges(self.nodes, self.accumulators)
+        self.named = {id for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps)) for id, _ in ats}
         self.links = [self._links(node) for node in self.nodes]
 
     def number(self, at: At) -> int:
@@ -205,13 +210,22 @@ class _Edges:
         """Return the nodes of an id that share a microbatch with a node."""
         return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
 
+    def _late(self, node: Node, op: Compute) -> list[int]:
+        """Return what an R that no order names must come after: what its backward waits for, so that it is not early."""
+        if node.id in self.named:
+            return []
+        backward = [k for step in ("B", "I", "W") for k in self._with(node, compute_id(op.chunk, step))]
+        return [j for k in backward[:1] for j in self._links(self.nodes[k])]
+
     def _states(self, node: Node) -> list[int]:
         op = node.op
         if isinstance(op, Compute):
             if op.step == "F":
                 return []
-            own = self._with(node, compute_id(op.chunk, "I")) if op.step == "W" else []
-            return own or self._with(node, compute_id(op.chunk, "F"))  # also a backward that reads nothing of its forward
+            # The step before it, also where it reads nothing of that.
+            found = (self._with(node, compute_id(op.chunk, step)) for step in _EARLIER[op.step])
+            own = next(filter(None, found), [])
+            return [*own, *self._late(node, op)] if op.step == "R" else own
         return [] if isinstance(op, Send | Recv) else self.states.of(node)
 
 

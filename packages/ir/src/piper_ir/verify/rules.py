@@ -41,6 +41,7 @@ RULES: dict[str, str] = {
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
     "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
     "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch; a tangent sums its consumers' gradients",
+    "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of the two writes each saved port",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

@@ -13,6 +13,7 @@ from piper_ir.plan import Plan
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.form import check_instructions, check_tables
+from piper_ir.verify.recomputation import check_recomputation
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
@@ -49,7 +50,7 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def _check_use(findings: Findings) -> None:
-    """Check R11 to R27 and R29."""
+    """Check R11 to R27, R29 and R33."""
     orders = {role.role: HappensBefore(role) for role in findings.plan.roles}
     check_values(findings, orders)
     met = meetings(findings)
@@ -58,6 +59,7 @@ def _check_use(findings: Findings) -> None:
     events = Events(findings.plan, met)
     order = run(findings, events)
     check_steps(findings)
+    check_recomputation(findings)
     check_layout(findings)
     if not findings.violations:
         check_holders(findings)
