@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from piper_compiler.passes.arrays import Ints, int_array
+from piper_compiler.passes.recomputation import late_recomputation, ordered_late
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import At, Graph, Node
@@ -77,13 +78,14 @@ def dependencies(graph: Graph) -> Dependencies:
     of: list[int] = np.repeat(np.arange(len(nodes)), int_array([len(node.each) for node in nodes])).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
-    pairs = found.pairs(graph.order_edges)
+    edges = ordered_late(graph, found.late) if found.late else graph.order_edges
+    pairs = found.pairs(edges)
     source, target = found.columns(pairs)
     joined: dict[int, tuple[int, ...]] = {}
     if graph.overlaps:
         source, target, joined = _join(source, target, [tuple(map(found.number, span)) for span in spans(graph)])
     written = len(graph.log)
-    asked = [pair for pair, applied in zip(pairs, graph.order_edges.values(), strict=True) if applied < written]
+    asked = [pair for pair, applied in zip(pairs, edges.values(), strict=True) if applied < written]
     ordered = set(chain.from_iterable(asked))
     ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
     adds = {key: np.concatenate([found.numbers(k) for k in mine]) for key, mine in found.accumulators.items()}
@@ -146,7 +148,7 @@ class _Edges:
             self.family.setdefault(node.id, []).append(k)
         self.accumulators = _accumulators(graph, self.nodes)
         self.states = _StateEdges(self.nodes, self.accumulators)
-        self.named = {id for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps)) for id, _ in ats}
+        self.late = late_recomputation(graph)
         self.links = [self._links(node) for node in self.nodes]
 
     def number(self, at: At) -> int:
@@ -211,11 +213,9 @@ class _Edges:
         return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
 
     def _late(self, node: Node, op: Compute) -> list[int]:
-        """Return what an R that no order names must come after: what its backward waits for, so that it is not early."""
-        if node.id in self.named:
-            return []
-        backward = [k for step in ("B", "I", "W") for k in self._with(node, compute_id(op.chunk, step))]
-        return [j for k in backward[:1] for j in self._links(self.nodes[k])]
+        """Return what a late R waits for with its backward."""
+        backward = self.late.get(node.id, ())
+        return [j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])]
 
     def _states(self, node: Node) -> list[int]:
         op = node.op

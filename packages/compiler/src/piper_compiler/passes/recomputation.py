@@ -1,0 +1,37 @@
+"""Keep recomputation late: an R that no order names runs when its backward could, as it would as a part of it.
+
+R needs no gradient, so that list scheduling would run it right after its forward and hold its results for long. It waits
+for what its backward waits for, by data and by order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from piper_ir.graph import At, Graph
+from piper_ir.graph_parts import compute_id
+from piper_ir.ops import Compute
+
+
+def late_recomputation(graph: Graph) -> dict[str, list[str]]:
+    """Return the nodes of recomputation that no order names, each with the nodes of the backward that follow it."""
+    again = [f[0].op.chunk for f in graph.families.values() if isinstance(f[0].op, Compute) and f[0].op.step == "R"]
+    if not again:
+        return {}
+    named = {id for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps)) for id, _ in ats}
+    out: dict[str, list[str]] = {}
+    for chunk in again:
+        whole = [id for step in ("B", "I") if (id := compute_id(chunk, step)) in graph.families]
+        if compute_id(chunk, "R") not in named:
+            out[compute_id(chunk, "R")] = whole or [compute_id(chunk, "W")]
+    return out
+
+
+def ordered_late(graph: Graph, late: Mapping[str, list[str]]) -> Mapping[tuple[At, At], int]:
+    """Return the order edges; what they put before a backward comes before its late recomputation, too."""
+    again = {id: r for r, ids in late.items() for id in ids}
+    edges = dict(graph.order_edges)
+    for (before, (id, mb)), applied in graph.order_edges.items():
+        if id in again and graph.at((again[id], mb)) is not None:
+            edges.setdefault((before, (again[id], mb)), applied)
+    return edges
