@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from piper_ir.ops import KEEP_ALL, Compute
 from piper_ir.plan import Instr, Part, Plan, RolePlan
+from piper_ir.program import Chunk
 from tests.plan_edits import every_part, first_part, instructions, with_instr, with_op
 from tests.plan_faults import Change
 
@@ -74,9 +75,6 @@ def backward_of_another_policy(plan: Plan) -> Plan | None:
 
 def keep_and_recompute(plan: Plan) -> Plan | None:
     """F keeps what R makes again, too: the memory is not saved, and two parts write a tensor."""
-    variants = {v.variant: v for v in plan.variants if "R" in v.steps}
-    if not variants:
-        return None
     found: dict[str, tuple[str, ...]] = {}
     for _, _, instr in plan.instructions():
         found.update({f"{p.op.chunk}@{p.mb}": p.writes for p in instr.parts if _again(p) and isinstance(p.op, Compute)})
@@ -88,13 +86,14 @@ def keep_and_recompute(plan: Plan) -> Plan | None:
         assert isinstance(part.op, Compute)
         return replace(part, writes=(*part.writes, *found[f"{part.op.chunk}@{part.mb}"]))
 
-    def more(variant: str) -> object:
-        chunk = variants[variant]
+    def more(chunk: Chunk) -> Chunk:
+        if "R" not in chunk.steps:
+            return chunk
         forward = replace(chunk.steps["F"], writes=(*chunk.steps["F"].writes, *chunk.steps["R"].writes))
         return replace(chunk, steps={**chunk.steps, "F": forward})
 
     changed = every_part(plan, wanted, change)
-    return changed and replace(changed, variants=tuple(more(v.variant) if v.variant in variants else v for v in plan.variants))  # type: ignore[misc]
+    return None if changed is None else replace(changed, variants=tuple(map(more, plan.variants)))
 
 
 RECOMPUTE: tuple[Change, ...] = (

@@ -1,8 +1,8 @@
 """Say which values a compute node reads and writes: the value ports of a chunk's step, in order.
 
-A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them. Under
-a policy of recomputation the first of these steps comes after R, unless R is a node of its own. A plan has F, R, I and W
-parts.
+A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them.
+Under a policy of recomputation the first of these steps comes after R, unless R is a node of its own. A plan has F, R,
+I and W parts.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ class Chunk:
         ports: port -> shape and dtype.
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
-        keep: the policy of recomputation under which it is so: which tensors F keeps for I and W. The chunks of a program
-            keep all; its variants do not.
+        keep: the policy of recomputation under which it is so: which tensors F keeps for I and W. The chunks of a
+            program keep all; its variants do not.
     """
 
     id: str
@@ -331,8 +331,8 @@ class Program:
         source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
-        variants: chunks under policies of recomputation, for the policies that a strategy asks for. They are no content of
-            the program: it has the same key without them.
+        variants: chunks under policies of recomputation, for the policies that a strategy asks for. They are no content
+            of the program: it has the same key without them.
     """
 
     chunks: tuple[Chunk, ...]

@@ -11,9 +11,9 @@
 
 The line of an instruction has its position in the role's program, its stream, its parts joined by "+", and after "|"
 its waits (stream#count), what it frees before its parts and allocates after them, and given seconds (an overlapped
-pair). A part has its op with arguments, @microbatch, `node` (left out where it is chunk.step@microbatch), reads, writes,
-frees; "keeping" goes before a policy of recomputation. Words with spaces, and keywords of this format, are JSON strings.
-Empty lines, and those that start with "#", are skipped.
+pair). A part has its op with arguments, @microbatch, `node` (left out where it is chunk.step@microbatch), reads,
+writes, frees; "keeping" goes before a policy of recomputation. Words with spaces, and keywords of this format, are
+JSON strings. Empty lines, and those that start with "#", are skipped.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ BoxedStep = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 _GRAPH = "_piper_recorded"
 
 Returned = Literal["all", "outputs", "handle"]
-"""What a run of the forward returns."""
+"""The results that a run of the forward returns."""
 
 
 @dataclass(frozen=True)

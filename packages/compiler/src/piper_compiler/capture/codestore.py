@@ -69,8 +69,9 @@ def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
 class CodeStore:
     """Map a code id to the functions of its steps, at a number of rows.
 
-    The parameters' dtype is part of the code id, and so is a policy of recomputation (`variant`). The store traces a code
-    when it is first used and keeps the result, so that one capture serves all strategies, microbatch sizes and widths.
+    The parameters' dtype is part of the code id, and so is a policy of recomputation (`variant`). The store traces a
+    code when it is first used and keeps the result, so that one capture serves all strategies, microbatch sizes and
+    widths.
     """
 
     def __init__(self) -> None:

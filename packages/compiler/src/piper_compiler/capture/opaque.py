@@ -196,7 +196,8 @@ class _Trial:
         tangents: whether the gradient of output k is used.
         used: indexes of the inputs that get a gradient.
         again: whether the forward runs again before the backward, so that F keeps nothing.
-        saved: bytes that autograd keeps beside inputs and outputs; where the forward runs again, the second outputs count.
+        saved: bytes that autograd keeps beside inputs and outputs; where the forward runs again, the second outputs
+            count.
         kept: ports of inputs and outputs that it keeps too.
         forward: what was observed of F.
         repeated: what was observed of R.

@@ -52,7 +52,7 @@ class ChunkSteps:
 
 
 def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
-    """Return the steps of a chunk under a policy of recomputation, and the specs of its ports, the same for all policies."""
+    """Return the steps of a chunk under a policy of recomputation, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = _backward(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}

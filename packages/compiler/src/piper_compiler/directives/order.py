@@ -212,8 +212,8 @@ class Order:
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:
     """Return whether a selection without matches asks for a phase that its region cannot have.
 
-    A region that trains nothing has no B, I or W; a split backward may consist of I alone or of W alone. There is an R only
-    where a recompute directive asks for it as a node.
+    A region that trains nothing has no B, I or W; a split backward may consist of I alone or of W alone. There is an R
+    only where a recompute directive asks for it as a node.
     """
     terms = dict(selection.terms)
     phase = terms.pop("phase", None)

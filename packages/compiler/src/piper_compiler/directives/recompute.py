@@ -1,10 +1,10 @@
 """Define `recompute`: keep fewer tensors from forward to backward, and make the others again before the backward.
 
     before  layer1.F@0 (keeps all that I and W need) -> layer1.B@0: I, W
-    after   layer1.F@0 (keeps what `keep` names)     -> layer1.B@0: R, I, W      recompute(where(layer=1), keep="inputs")
+    after   layer1.F@0 (keeps what `keep` names) -> layer1.B@0: R, I, W     recompute(where(layer=1), keep="inputs")
 
-With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in a
-bubble before the gradient arrives. An R that no order names waits for what its backward waits for.
+With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in
+a bubble before the gradient arrives. An R that no order names waits for what its backward waits for.
 
 Legality
  1. Forward and backward are selected alike: a policy holds for both.
@@ -162,10 +162,10 @@ class Recompute:
 
 
 def policy_name(keep: str | tuple[str, ...]) -> str:
-    """Return a policy as text: its name, or names of ops in one order, joined by "+"; what is no policy is returned."""
-    if isinstance(keep, tuple | list) and keep and all(isinstance(name, str) for name in keep):
-        return "+".join(sorted(set(keep)))
-    return keep  # type: ignore[return-value]  # `check` says what is wrong with it
+    """Return a policy as text: its name, or names of ops in one order, joined by "+"."""
+    if isinstance(keep, tuple | list):
+        return "+".join(sorted({str(name) for name in keep}))
+    return keep
 
 
 def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:

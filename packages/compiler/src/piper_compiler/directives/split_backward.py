@@ -5,8 +5,8 @@
 
 I takes the gradient that comes from later stages and makes the one for earlier stages. W adds into the parameters'
 gradients and may run any time later. From I to W a chunk keeps only what W needs. A backward that trains nothing
-becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone. Where a policy of recomputation is at
-work, R goes with the first of them.
+becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone. Where a policy of recomputation is
+at work, R goes with the first of them.
 
 Legality
  1. Backwards are selected (a selection without `phase` may hold forwards, too), unless all its chunks are frozen.

@@ -1,7 +1,7 @@
 """Keep recomputation late: an R that no order names runs when its backward could, as it would as a part of it.
 
-R needs no gradient, so that list scheduling would run it right after its forward and hold its results for long. It waits
-for what its backward waits for, by data and by order.
+R needs no gradient, so that list scheduling would run it right after its forward and hold its results for long. It
+waits for what its backward waits for, by data and by order.
 """
 
 from __future__ import annotations
