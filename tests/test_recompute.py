@@ -272,3 +272,19 @@ def test_a_table_holds_recomputation_as_part_of_the_backward() -> None:
     apart = piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), apart=True)))).plan
     with pytest.raises(FormatError, match="recomputation alone"):
         rows_of_plan(apart, lowered=True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_groups_keep_the_inputs_of_their_first_layer_alone(schedule: str) -> None:
+    alone, paired = (
+        piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(), group=k))))
+        for k in (1, 2)
+    )
+    judged(paired, without(schedule))
+    kinds = [
+        {v.partition("@")[0] for r in made.plan.roles for i in r.program for p in i.parts for v in p.reads}
+        for made in (alone, paired)
+    ]
+    assert "layer0:out0!r" in kinds[1] and not any(v.endswith("!r") for v in kinds[0])
+    steps = "".join(p.op.step for i in paired.plan.roles[0].program for p in i.parts if isinstance(p.op, Compute))
+    assert steps.index("R") > steps.index("F")

@@ -50,9 +50,9 @@ def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[s
     return tuple(dict.fromkeys(ports))
 
 
-def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
+def value_writes(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values the step gives to other nodes: all that do not stay in its chunk."""
-    return tuple(p for s in signatures(chunk, step) for p in s.writes if not p.startswith(_OWN))
+    return tuple(p for s in signatures(chunk, step, apart) for p in s.writes if not p.startswith(_OWN))
 
 
 def kept(chunk: Chunk) -> tuple[str, ...]:

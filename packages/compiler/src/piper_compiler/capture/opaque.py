@@ -29,7 +29,7 @@ from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
 from piper_compiler.capture.kernels import listed
 from piper_ir.errors import CaptureError
-from piper_ir.ops import KEEP_ALL
+from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
 from piper_ops import Returned, backward_step, dtype_name, forward_step, kernel_of, storage_key
@@ -53,7 +53,8 @@ def trace_opaque(
     """
     constants = constants_of(module)
     body = _body(module, tuple(constants))
-    trial = _Trial(module, inputs, tuple(tangent_mask), constants, again=keep != KEEP_ALL)
+    again: Returned = "all" if keep.endswith(HANDS_ON) else "handle"
+    trial = _Trial(module, inputs, tuple(tangent_mask), constants, again=None if keep == KEEP_ALL else again)
     specs = [TensorSpec(tuple(i.example.shape), dtype_name(i.example.dtype)) for i in inputs]
     ports = {f"in{k}": spec for k, spec in enumerate(specs)}
     ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
@@ -86,8 +87,9 @@ def trace_opaque(
     whole = not (trial.again and trial.used)
     code = {"F": StepCode(f"# step F\n{source})\n" if whole else f"# step F\n{source}, 'outputs')\n", fixed), **code}
     if not whole:
-        steps["R"] = Signature(reads, ("saved0",), (), trial.repeated.cost(), trial.repeated.liveness())
-        code["R"] = StepCode(f"# step R\n{source}, 'handle')\n", fixed)
+        made = (*writes, "saved0") if again == "all" else ("saved0",)
+        steps["R"] = Signature(reads, made, (), trial.repeated.cost(), trial.repeated.liveness())
+        code["R"] = StepCode(f"# step R\n{source}, {again!r})\n", fixed)
     grads = tuple(k in trial.used for k in range(len(inputs)))
     return TracedChunk(ports, steps, code, comes, grads, random)
 
@@ -195,7 +197,7 @@ class _Trial:
         outputs: their specs.
         tangents: whether the gradient of output k is used.
         used: indexes of the inputs that get a gradient.
-        again: whether the forward runs again before the backward, so that F keeps nothing.
+        again: what a second forward returns before the backward, so that F keeps nothing; None without one.
         saved: bytes that autograd keeps beside inputs and outputs; where the forward runs again, the second outputs
             count.
         kept: ports of inputs and outputs that it keeps too.
@@ -211,7 +213,7 @@ class _Trial:
         mask: Sequence[bool],
         constants: Mapping[str, Tensor],
         *,
-        again: bool,
+        again: Returned | None,
     ) -> None:
         self._inputs, self._wanted, self.again = inputs, [i.needs_grad for i in inputs], again
         with _torch_joint.fake_mode(), torch.device("cpu"):
@@ -259,22 +261,23 @@ class _Trial:
         keys = {storage_key(t) for t in saved}
         held = [w or storage_key(t) in keys for t, w in zip(self._given, self._wanted)]
         inputs = [f"in{k}" for k, h in enumerate(held) if h]
-        return inputs if self.again else inputs + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
+        return inputs if self.again == "handle" else inputs + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
 
     def _forward(self, returns: Returned) -> list[Tensor]:
         return list(forward_step(self._body, self._wanted, self.tangents, (), returns)(list(self._given)))
 
     def _measure(self, watch: _Watch) -> None:
-        again = self.again and bool(self.used)
+        again = self.again if self.used else None
         self.forward = self.repeated = watch.begin()
         made = self._forward("outputs" if again else "all")
         results = made[: len(self.tangents)]
         self.outputs = [TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for t in results]
-        first = sum(t.untyped_storage().nbytes() for t in results)
+        kept = list(results)
         if again:
             self.repeated = watch.begin()
-            made += self._forward("handle")
-        self.saved = watch.live - first
+            made = self._forward(again)
+            kept += made[:-1]
+        self.saved = watch.live - sum(t.untyped_storage().nbytes() for t in kept)
         self.backward = _Observed()
         if self.used:
             tangents = [torch.empty_like(o) for o, c in zip(results, self.tangents) if c]

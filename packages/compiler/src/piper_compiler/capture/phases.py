@@ -26,7 +26,7 @@ from piper_compiler.capture.closures import ancestors, close, is_random
 from piper_compiler.capture.recompute import keeps, made_again
 from piper_compiler.capture.stepgraph import Joint, StepBuilder, StepGraph, Storage, spec_of, whole
 from piper_ir.errors import CaptureError
-from piper_ir.ops import KEEP_ALL
+from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Step
 from piper_ir.sizes import TensorSpec
 
@@ -98,13 +98,16 @@ def _forward(
     joint: Joint, keep: str, keeping: StepBuilder, body: set[fx.Node], placed: Mapping[fx.Node, Storage]
 ) -> dict[Step, StepGraph]:
     """Return F and R, or F alone where the policy lets it keep all. `keeping` builds the F that does."""
+    policy, hands_on = keep.removesuffix(HANDS_ON), keep.endswith(HANDS_ON)
     saved = {n: s for n, s in keeping.placed.items() if s.port.startswith("saved")}
-    dropped = {n: s for n, s in saved.items() if keep != KEEP_ALL and not keeps(keep, n)}
+    dropped = {n: s for n, s in saved.items() if keep != KEEP_ALL and not keeps(policy, n)}
     if not dropped:
         return {"F": keeping.finish()}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
-    given = {n: s for n, s in keeping.placed.items() if n not in dropped}
-    r = StepBuilder(joint, rank, made_again(dropped, given, body, rank).body, {**placed, **given})
+    given = {n: s for n, s in keeping.placed.items() if n not in dropped and not (hands_on and s.port.startswith("out"))}
+    again = made_again([*dropped, *(joint.outputs if hands_on else ())], given, body, rank)
+    r = StepBuilder(joint, rank, again.body, {**placed, **given})
+    r.write((f"out{k}", n) for k, n in enumerate(joint.outputs if hands_on else ()))
     r.write_again(dropped)
     kept = {n: s for n, s in saved.items() if n not in dropped}
     drawn = [n for n in body if is_random(n)]  # as without the policy, so that the same numbers are drawn

@@ -8,7 +8,8 @@ Of the tensors that backward needs, F keeps those that the policy names:
     inputs       none: R runs the forward again from the inputs
     mm+softmax   results of these ops
 
-R makes the others, from inputs, from what is kept and from outputs. It draws random numbers in the state in which F
+R makes the others, from inputs, from what is kept and from outputs. With a "!" behind the policy it makes the outputs
+again as well, so that they need not be kept for the R of a later chunk. It draws random numbers in the state in which F
 began. So it draws all that F draws before the last numbers that it needs, in F's order.
 """
 

@@ -6,6 +6,9 @@
 With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in
 a bubble before the gradient arrives. An R that no order names waits for what its backward waits for.
 
+With group=k the inputs of every k-th layer are kept alone: R of a layer also makes the output again that R of the next
+one reads, as value layer1:out0!r. These R are nodes of their own.
+
 Legality
  1. Forward and backward are selected alike: a policy holds for both.
  2. `keep` is "all", "products", "attention", "inputs", or names of ops that the selected chunks run.
@@ -13,7 +16,7 @@ Legality
  4. The program is of a captured model: R is code that capture makes.
  5. R reads no buffer that the model changes while it runs, since by then it holds something else.
  6. There is something to make again, unless keep is "all".
- 7. `group` is 1.
+ 7. `group` is a number of layers, at least 1; with more than 1 the nodes are placed already.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from typing import Protocol, runtime_checkable
 
 from piper_compiler.directives.base import Directive, call_site, compute_nodes, directive, fail, names, site_field
 from piper_compiler.directives.decided import Decided
-from piper_compiler.ports import port_value, steps_of, value_reads
-from piper_ir.graph import Graph, Node
+from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
+from piper_ir.graph import Coord, Editor, Graph, Node
 from piper_ir.graph_parts import common, compute_id, in_mbs
-from piper_ir.ops import KEEP_ALL, Compute, variant_name
+from piper_ir.ops import HANDS_ON, KEEP_ALL, Compute, variant_name
 from piper_ir.program import Chunk, Program
 from piper_ir.select import Where
 
@@ -84,13 +87,19 @@ class Recompute:
         object.__setattr__(self, "site", call_site() if site is None else site)
 
     def policies(self) -> tuple[str, ...]:
-        """Return the policy."""
-        return (self.keep,) if isinstance(self.keep, str) else ()
+        """Return the policy, and that of chunks whose outputs are made again for the next one of their group."""
+        if not isinstance(self.keep, str) or self.keep == KEEP_ALL:
+            return ()
+        return (self.keep,) if self.group == 1 else (self.keep, self.keep + HANDS_ON)
 
     def check(self, graph: Graph) -> None:
-        if type(self.group) is not int or self.group != 1:
-            raise fail(self, 7, f"group={self.group!r} is not available; use group=1, so that each layer is made again alone")
+        if type(self.group) is not int or self.group < 1:
+            raise fail(self, 7, f"group={self.group!r}; a number of layers is expected, at least 1")
         nodes = compute_nodes(self, graph, self.selection)
+        if self.group > 1 and graph.mesh.size("pp") > 1 and not all(n.role for n in nodes):
+            raise fail(
+                self, 7, f"a group runs on one device, and {names(graph, nodes)} is not placed; write recompute after place"
+            )
         _check_policy(self, graph.program, nodes)
         self._check_halves(graph, nodes)
         under = [n for n in nodes if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL]
@@ -99,7 +108,7 @@ class Recompute:
         if self.keep == KEEP_ALL:
             return
         chunks = list(dict.fromkeys(str(n.coords["chunk"]) for n in nodes))
-        missing = [c for c in chunks if not graph.program.has_variant(c, self.keep)]
+        missing = [c for c in chunks if not all(graph.program.has_variant(c, p) for p in self.policies())]
         if missing:
             made = "a synthetic program has none" if graph.program.source == "synthetic" else "piper.compile(job, ...) makes it"
             raise fail(self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}")
@@ -136,29 +145,59 @@ class Recompute:
         if self.keep == KEEP_ALL:
             return graph
         edit = graph.edit()
-        for forward in [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]:
-            chunk = str(forward.coords["chunk"])
-            variant = graph.program.chunk(variant_name(chunk, self.keep))
-            if not _repeats(variant):
-                continue
-            edit.update(replace(forward, op=Compute(chunk, "F", self.keep)))
-            known = dict(zip(value_reads(variant, "F"), forward.reads, strict=True))
-            for backward in _others(graph, forward):
-                edit.update(self._repeating(graph.program.chunk(chunk), variant, backward, known))
-            if self.apart:
-                reads = _reads(variant, value_reads(variant, "R"), known)
-                coords = {**forward.coords, "phase": "R"}
-                op = Compute(chunk, "R", self.keep)
-                edit.add(Node(compute_id(chunk, "R"), op, coords, reads, (), forward.role, forward.stream, forward.mbs))
+        forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
+        for group in grouped([n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group):
+            again: dict[str, str] = {}
+            for forward in group[:-1]:
+                self._repeat(graph, edit, forward, self.keep + HANDS_ON, again)
+            self._repeat(graph, edit, group[-1], self.keep, again)
         return edit.done()
 
-    def _repeating(self, chunk: Chunk, variant: Chunk, node: Node, known: Mapping[str, str]) -> Node:
-        """Return a node of a backward that begins with R, if it is the first and R is no node of its own."""
-        op = node.op
-        assert isinstance(op, Compute)
-        own = dict(zip(value_reads(chunk, op.step), node.reads, strict=True))
-        reads = _reads(variant, value_reads(variant, op.step, self.apart), {**known, **own})
-        return replace(node, op=Compute(chunk.id, op.step, self.keep, self.apart), reads=reads)
+    def _variant(self, graph: Graph, node: Node, keep: str) -> Chunk:
+        return graph.program.chunk(variant_name(str(node.coords["chunk"]), keep))
+
+    def _repeat(self, graph: Graph, edit: Editor, forward: Node, keep: str, again: dict[str, str]) -> None:
+        """Put the nodes of a chunk under a policy.
+
+        `again` names the values that R of earlier chunks of the group makes again, each with its second name; those of
+        this chunk are added.
+        """
+        variant, chunk = self._variant(graph, forward, keep), graph.program.chunk(str(forward.coords["chunk"]))
+        apart = self.apart or keep.endswith(HANDS_ON)
+        known = dict(zip(value_reads(chunk, "F"), forward.reads, strict=True))
+        edit.update(replace(forward, op=Compute(chunk.id, "F", keep)))
+        if apart:
+            reads = _reads(variant, value_reads(variant, "R"), known, again)
+            writes = tuple(edit.value(f"{chunk.id}:{p}!r", variant.ports[p], "activation") for p in value_writes(variant, "R"))
+            coords = {**forward.coords, "phase": "R"}
+            step = Compute(chunk.id, "R", keep)
+            edit.add(Node(compute_id(chunk.id, "R"), step, coords, reads, writes, forward.role, forward.stream, forward.mbs))
+            again.update({v.removesuffix("!r"): v for v in writes})
+        for node in _others(graph, forward):
+            op = node.op
+            assert isinstance(op, Compute)
+            own = {**known, **dict(zip(value_reads(chunk, op.step), node.reads, strict=True))}
+            reads = _reads(variant, value_reads(variant, op.step, apart), own, again)
+            edit.update(replace(node, op=Compute(chunk.id, op.step, keep, apart), reads=reads))
+
+
+def grouped(forwards: list[Node], graph: Graph, layers: int) -> Iterator[list[Node]]:
+    """Yield the forwards in groups of up to so many layers that follow one on another, in one place and microbatches."""
+    places: dict[tuple[Coord, ...], list[Node]] = {}
+    for node in forwards:
+        places.setdefault((node.role, node.coords.get("stage", ""), str(node.mbs)), []).append(node)
+    for nodes in places.values():
+        group: list[Node] = []
+        for node in nodes:
+            inside = {n.coords.get("layer") for n in group}
+            last = graph.chunk_index[str(group[-1].coords["chunk"])] if group else -1
+            follows = graph.chunk_index[str(node.coords["chunk"])] == last + 1 and None not in inside
+            fits = node.coords.get("layer") in inside or ("layer" in node.coords and len(inside) < layers)
+            if group and not (layers > 1 and follows and fits):
+                yield group
+                group = []
+            group.append(node)
+        yield group
 
 
 def policy_name(keep: str | tuple[str, ...]) -> str:
@@ -200,6 +239,7 @@ def _others(graph: Graph, node: Node) -> Iterator[Node]:
                     yield other if shared is None else in_mbs(other, shared)
 
 
-def _reads(chunk: Chunk, ports: Iterable[str], known: Mapping[str, str]) -> tuple[str, ...]:
+def _reads(chunk: Chunk, ports: Iterable[str], known: Mapping[str, str], again: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values behind ports; `known` are those that nodes read already, which may be copies."""
-    return tuple([known.get(port) or port_value(chunk, port) for port in ports])
+    values = [known.get(port) or port_value(chunk, port) for port in ports]
+    return tuple([again.get(value, value) for value in values])

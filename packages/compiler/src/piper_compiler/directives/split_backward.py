@@ -94,7 +94,7 @@ class _Parts:
         for step in BACKWARD:
             if signatures(chunk, step):
                 reads = tuple((p, port_value(chunk, p)) for p in value_reads(chunk, step, apart))
-                writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
+                writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step, apart))
                 self.steps.append((compute_id(chunk.id, step), Compute(chunk.id, step, chunk.keep, apart), reads, writes))
 
     def of(self, node: Node) -> tuple[Node, ...]:

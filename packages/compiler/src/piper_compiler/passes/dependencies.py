@@ -215,7 +215,8 @@ class _Edges:
     def _late(self, node: Node, op: Compute) -> list[int]:
         """Return what a late R waits for with its backward."""
         backward = self.late.get(node.id, ())
-        return [j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])]
+        links = [j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])]
+        return [j for j in links if self.nodes[j].coords.get("phase") != "R"]  # not the R of its own group
 
     def _states(self, node: Node) -> list[int]:
         op = node.op

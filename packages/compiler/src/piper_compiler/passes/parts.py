@@ -173,7 +173,7 @@ _UNKNOWN: ValueSpec = (TensorSpec((), "uint8"), "activation")
 
 def _shape(chunk: Chunk, op: Compute) -> _Shape:
     present = steps_of(chunk, op.step, op.apart)
-    given = [*value_reads(chunk, op.step, op.apart), *value_writes(chunk, op.step)]
+    given = [*value_reads(chunk, op.step, op.apart), *value_writes(chunk, op.step, op.apart)]
     known = [*given, *kept(chunk)]
     inner = tuple(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
     at = {port: k for k, port in enumerate((*known, *inner))}

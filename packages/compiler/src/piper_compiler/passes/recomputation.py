@@ -21,17 +21,33 @@ def late_recomputation(graph: Graph) -> dict[str, list[str]]:
     named = {id for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps)) for id, _ in ats}
     out: dict[str, list[str]] = {}
     for chunk in again:
-        whole = [id for step in ("B", "I") if (id := compute_id(chunk, step)) in graph.families]
         if compute_id(chunk, "R") not in named:
-            out[compute_id(chunk, "R")] = whole or [compute_id(chunk, "W")]
+            last = _last_of_group(graph, chunk)
+            whole = [id for step in ("B", "I") if (id := compute_id(last, step)) in graph.families]
+            out[compute_id(chunk, "R")] = whole or [compute_id(last, "W")]
     return out
+
+
+def _last_of_group(graph: Graph, chunk: str) -> str:
+    """Return the last of the chunks that are made again one from another, beginning with this one."""
+    while True:
+        made = {v for node in graph.families.get(compute_id(chunk, "R"), ()) for v in node.writes}
+        readers = {str(node.coords["chunk"]) for v in made for id in graph.users.get(v, ()) for node in graph.families[id]}
+        last = max([chunk, *readers], key=graph.chunk_index.__getitem__)
+        if last == chunk:
+            return chunk
+        chunk = last
 
 
 def ordered_late(graph: Graph, late: Mapping[str, list[str]]) -> Mapping[tuple[At, At], int]:
     """Return the order edges; what they put before a backward comes before its late recomputation, too."""
-    again = {id: r for r, ids in late.items() for id in ids}
+    again: dict[str, list[str]] = {}
+    for r, ids in late.items():
+        for id in ids:
+            again.setdefault(id, []).append(r)
     edges = dict(graph.order_edges)
     for (before, (id, mb)), applied in graph.order_edges.items():
-        if id in again and graph.at((again[id], mb)) is not None:
-            edges.setdefault((before, (again[id], mb)), applied)
+        for r in again.get(id, ()):
+            if graph.at((r, mb)) is not None:
+                edges.setdefault((before, (r, mb)), applied)
     return edges

@@ -1,8 +1,11 @@
-"""Check rule R33: what F does not keep for I and W is made again by R, once, from what F read."""
+"""Check rule R33: what F does not keep for I and W is made again by R, once, from what F read.
+
+R may read an output that R of another chunk has made again; R27 says that it is the right one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from piper_ir.ops import Compute
 from piper_ir.part_memory import value_ports
@@ -23,13 +26,16 @@ def check_recomputation(findings: Findings) -> None:
             findings.add(RULE, f"chunk {variant.id} under the policy {variant.keep}: {problem}")
     if plan.variants and not findings.violations:
         forwards: dict[tuple[str, int], _Placed] = {}
+        again: set[str] = set()
         for role, index, part in _computing(plan):
             op = part.op
             assert isinstance(op, Compute)
             if op.step == "F":
                 forwards[op.chunk, part.mb] = role, index, part
+            elif op.step == "R":
+                again.update(part.writes)
         for role, index, part in _computing(plan):
-            _check_part(findings, role, index, part, forwards)
+            _check_part(findings, (role, index, part), forwards, again)
 
 
 def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
@@ -58,8 +64,9 @@ def _computing(plan: Plan) -> Iterator[_Placed]:
                 yield role, index, part
 
 
-def _check_part(findings: Findings, role: RolePlan, index: int, part: Part, forwards: Mapping[tuple[str, int], _Placed]) -> None:
+def _check_part(findings: Findings, placed: _Placed, forwards: Mapping[tuple[str, int], _Placed], again: Collection[str]) -> None:
     """Check that a part follows the policy of its forward, and that R reads what the forward read."""
+    role, index, part = placed
     op = part.op
     assert isinstance(op, Compute)
     found = forwards.get((op.chunk, part.mb))
@@ -73,7 +80,7 @@ def _check_part(findings: Findings, role: RolePlan, index: int, part: Part, forw
     elif op.step == "R":
         read, given = _inputs(findings.plan, part), _inputs(findings.plan, forward)
         for port, value in read.items():
-            if given.get(port, value) != value:
+            if given.get(port, value) != value and value not in again:
                 message = f"{part_name(part)} reads {value} as {port}; its forward read {given[port]}"
                 findings.add(RULE, message, role, index)
 
