@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from piper_compiler import Strategy, order, partition, place, policies_of, recip
 from piper_compiler.capture import POLICIES as KINDS
 from piper_compiler.directives.recompute import POLICIES as NAMED
 from piper_compiler.interchange.of_plan import rows_of_plan
+from piper_ir import memory
 from piper_ir.errors import DirectiveError, FormatError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
@@ -288,3 +290,17 @@ def test_groups_keep_the_inputs_of_their_first_layer_alone(schedule: str) -> Non
     assert "layer0:out0!r" in kinds[1] and not any(v.endswith("!r") for v in kinds[0])
     steps = "".join(p.op.step for i in paired.plan.roles[0].program for p in i.parts if isinstance(p.op, Compute))
     assert steps.index("R") > steps.index("F")
+
+
+def test_a_group_keeps_one_input_per_microbatch() -> None:
+    """Each further microbatch in flight keeps half as much on a device with two layers."""
+    more = []
+    for k in (1, 2):
+        held = []
+        for microbatches in (4, 8):
+            job = replace(dropout_job(), global_batch=2 * microbatches)
+            directives = (*recipes.gpipe(pp=2, microbatches=microbatches), piper.recompute(where(layer=(0, 1, 2, 3)), group=k))
+            plan = piper.compile(job, Strategy(Mesh(pp=2), directives)).plan
+            held.append(max(usage.bytes.get("activation", 0) for usage in memory.scan(plan, plan.roles[0])))
+        more.append(held[1] - held[0])
+    assert more[0] == 2 * more[1] > 0
