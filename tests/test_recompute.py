@@ -304,3 +304,20 @@ def test_a_group_keeps_one_input_per_microbatch() -> None:
             held.append(max(usage.bytes.get("activation", 0) for usage in memory.scan(plan, plan.roles[0])))
         more.append(held[1] - held[0])
     assert more[0] == 2 * more[1] > 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_tuner_tries_policies_per_stage(workers: int) -> None:
+    """Where memory is short the fastest that fits keeps as much as there is room for."""
+
+    def strategy(trial: Any) -> Strategy:
+        keeps = [trial.suggest_categorical(f"keep{k}", ["all", "products", "inputs"]) for k in range(2)]
+        under = [piper.recompute(where(stage=k), keep=keep) for k, keep in enumerate(keeps)]
+        return Strategy(Mesh(pp=2), (*PIPELINES["gpipe"](), *under))
+
+    free = piper.tune(dropout_job(), strategy, cluster="h100x8", trials=9, workers=workers)
+    assert free.best_row is not None and free.best_row.params == {"keep0": "all", "keep1": "all"}
+    held = sorted(row.device_bytes or 0 for row in free.rows)
+    few = piper.tune(dropout_job(), strategy, cluster="h100x8", trials=9, workers=workers, memory_limit=held[1])
+    assert few.best_row is not None and few.best_row.params == {"keep0": "products", "keep1": "inputs"}
+    assert sum(row.state == "complete" for row in few.rows) == 2

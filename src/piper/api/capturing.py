@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from piper_compiler import Strategy, policies_of
 from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
@@ -58,11 +57,10 @@ def program_at(captured: Captured, rows: int) -> Program:
     return captured.program
 
 
-def under_policies(captured: Captured, *strategies: Strategy) -> Captured:
-    """Return a capture whose program has variants for the policies of recomputation that strategies ask for."""
+def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
+    """Return a capture whose program has variants for these policies of recomputation."""
     from piper_compiler.capture import with_policies
 
-    policies = {p for strategy in strategies for p in policies_of(strategy.directives)}
     return with_policies(captured, policies) if policies else captured
 
 
