@@ -12,7 +12,7 @@ from piper_ir.tools import size_text
 
 
 def recomputation(plan: Plan) -> str:
-    """Return per role and policy how much a microbatch keeps, and the FLOPs that make the rest again; "" without any."""
+    """Return per role and policy what a microbatch keeps, and the FLOPs that make the rest again; "" without any."""
     lines: list[str] = []
     for role in plan.roles:
         by_policy: dict[str, dict[str, Chunk]] = {}

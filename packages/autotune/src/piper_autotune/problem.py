@@ -104,7 +104,7 @@ def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] =
 
 
 Wanted = int | tuple[int, tuple[str, ...]]
-"""Rows per microbatch, with the policies of recomputation if there are any; 0 rows: the program for any number of them."""
+"""The rows per microbatch, with policies of recomputation if there are any; 0 stands for any number of rows."""
 Variants = Mapping[Wanted, Program | str | None]
 """The program that is wanted: None for the problem's own, a text where the model cannot run so."""
 Under = Callable[[tuple[str, ...], int], Program]
@@ -112,7 +112,7 @@ Under = Callable[[tuple[str, ...], int], Program]
 
 
 class Programs:
-    """Keep the programs that are wanted, made once each by `at_rows` of `compile_program` or by `under`, which stay here."""
+    """Keep the programs that are wanted, made once each by `at_rows` or `under`, which stay in this process."""
 
     def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None, under: Under | None = None) -> None:
         self._own, self._at_rows, self._under = problem.program, at_rows, under

@@ -182,7 +182,7 @@ class Recompute:
 
 
 def grouped(forwards: list[Node], graph: Graph, layers: int) -> Iterator[list[Node]]:
-    """Yield the forwards in groups of up to so many layers that follow one on another, in one place and microbatches."""
+    """Yield the forwards in groups of up to so many layers that follow one on another in one place."""
     places: dict[tuple[Coord, ...], list[Node]] = {}
     for node in forwards:
         places.setdefault((node.role, node.coords.get("stage", ""), str(node.mbs)), []).append(node)
