@@ -9,6 +9,7 @@ import pytest
 
 import piper
 from benchmarks.recompute_flops import Policy, measure, missed
+from piper.api import profiling
 from piper.views.explain import explain
 from piper_compiler import Strategy
 from piper_ir.costs import Costs, Duration, StepDuration
@@ -100,3 +101,11 @@ def test_gpt3_meets_its_goals() -> None:
     found = [*measure("gpt3-175b")]
     assert [p.keep for p in found] == ["all", "attention", "products", "inputs"] and missed(found) == []
     assert found[0].kept > found[2].kept > found[1].kept > found[3].kept == 0
+
+
+def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> None:
+    job = dropout_job()
+    target = piper.compile(job, Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where()))))
+    requests = profiling._requests(target, [profiling._one_device(job, rows) for rows in (1, target.plan.rows)], 1)
+    for request in requests.values():
+        assert request.code[target.plan.rows].keys() == {c.code for c in (*target.plan.chunks, *target.plan.variants)}

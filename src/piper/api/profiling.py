@@ -130,9 +130,9 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     for c in (target, *singles):
         assert c.code is not None
         exported = c.code.export([chunk.code for chunk in (*c.plan.chunks, *c.plan.variants)], c.plan.rows)
-        code[c.plan.rows] = {
-            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()
-        }
+        code.setdefault(c.plan.rows, {}).update(
+            {i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()}
+        )
     request = ProfileRequest(
         pickle.dumps(target.plan),
         pickle.dumps([c.plan for c in singles]),
