@@ -10,7 +10,12 @@ import pytest
 import piper
 from benchmarks.recompute_flops import Policy, measure, missed
 from piper.api import profiling
+from piper.api.tuning import problem_of
 from piper.views.explain import explain
+from piper_autotune.evaluators import Here
+from piper_autotune.problem import Programs
+from piper_autotune.scoring import Scored
+from piper_autotune.sketch import Sketches
 from piper_compiler import Strategy
 from piper_ir.costs import Costs, Duration, StepDuration
 from piper_ir.mesh import Mesh
@@ -18,7 +23,7 @@ from piper_ir.ops import Compute
 from piper_ir.phases import instr_label
 from piper_ir.plan import Plan
 from piper_ir.select import where
-from piper_simulator import simulate
+from piper_simulator import load_cluster, simulate
 from piper_simulator.metrics import executed_flops
 from tests.test_recompute import PIPELINES, dropout_job
 
@@ -109,3 +114,22 @@ def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> Non
     requests = profiling._requests(target, [profiling._one_device(job, rows) for rows in (1, target.plan.rows)], 1)
     for request in requests.values():
         assert request.code[target.plan.rows].keys() == {c.code for c in (*target.plan.chunks, *target.plan.variants)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: str) -> None:
+    problem, more = problem_of(dropout_job(), load_cluster("h100x8"), None, None, None)
+    programs = Programs(problem, more["at_rows"], more["under"])
+    sketches, here = Sketches(problem, programs), Here(problem, programs)
+    filled: dict[str, int] = {}
+    for keep in ("inputs", "products", "all"):
+        under = (piper.recompute(where(stage=0), keep=keep), piper.recompute(where(stage=1), keep="attention", apart=True))
+        strategy = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), *under))
+        sketch, scored = sketches.sketch(strategy), here.result(here.submit(strategy))
+        assert sketch is not None and isinstance(scored, Scored), scored
+        filled[keep] = sketches.filled_bytes(sketch, 2)[0]
+        assert 0 < filled[keep] <= scored.peak_bytes
+        assert 0 < sketches.period_s(strategy, sketch, 2) <= scored.period_s
+    assert filled["inputs"] <= filled["products"] <= filled["all"] and filled["inputs"] < filled["all"]
+    some = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(mb=0))))
+    assert sketches.sketch(some) is None, "microbatches differ"

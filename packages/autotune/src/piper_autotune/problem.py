@@ -98,9 +98,9 @@ class TuningProblem:
         return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model)
 
 
-def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = ()) -> Plan:
-    """Return a plan of nothing but chunks, to ask a cost model before there is a plan."""
-    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks))
+def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = (), variants: Iterable[Chunk] = ()) -> Plan:
+    """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan."""
+    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants))
 
 
 Wanted = int | tuple[int, tuple[str, ...]]

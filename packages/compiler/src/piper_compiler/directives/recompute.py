@@ -138,8 +138,8 @@ class Recompute:
                     raise fail(self, 5, message + "cannot be made again; leave this region out of where")
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled: nothing that bounds could use."""
-        return None
+        """Return what it decides before it is compiled; None where microbatches are under different policies."""
+        return None if any(name == "mb" for name, _ in self.selection.terms) else Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
         if self.keep == KEEP_ALL:
