@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import piper
+from piper.api import capturing
 from piper.api.compiling import Compiled
 from piper_compiler import Strategy, order, partition, place, policies_of, recipes, split, split_backward
 from piper_compiler.capture import POLICIES as KINDS
+from piper_compiler.capture import phases
 from piper_compiler.directives.recompute import POLICIES as NAMED
 from piper_compiler.interchange.of_plan import rows_of_plan
 from piper_ir import memory
@@ -321,3 +324,34 @@ def test_the_tuner_tries_policies_per_stage(workers: int) -> None:
     few = piper.tune(dropout_job(), strategy, cluster="h100x8", trials=9, workers=workers, memory_limit=held[1])
     assert few.best_row is not None and few.best_row.params == {"keep0": "products", "keep1": "inputs"}
     assert sum(row.state == "complete" for row in few.rows) == 2
+
+
+class TwoDraws(torch.nn.Module):
+    """The backward needs the second dropout's mask alone; the numbers of the first come before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(models.D, models.D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with piper.region(stage=0):
+            noise = F.dropout(x.detach(), 0.3)
+            x = noise + F.dropout(self.linear(x), 0.4)
+        with piper.region(stage=1):
+            return torch.tanh(x)
+
+
+def two_draws(keep: str) -> Run:
+    case = models.CASES["skip"]
+    sgd = compositions.OPTIMIZERS["sgd"]
+    job = piper.Job(TwoDraws, case.batch, case.loss, sgd, global_batch=4, precision=piper.Precision(params="float64"))
+    return trained(piper.compile(job, Strategy(Mesh(), (split(where(), microbatches=2), piper.recompute(where(), keep=keep)))))
+
+
+def test_numbers_that_nobody_needs_again_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = two_draws("all")
+    assert differing(two_draws("inputs"), base) == []
+    correct = phases.made_again
+    monkeypatch.setattr(phases, "made_again", lambda wanted, given, forward, rank: correct(wanted, given, (), rank))
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
+    assert differing(two_draws("inputs"), base), "the control draws what it needs alone"
