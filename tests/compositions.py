@@ -18,7 +18,7 @@ import torch
 import piper
 from piper.api import capturing
 from piper.api.compiling import Compiled
-from piper_compiler import Options, Strategy, order, overlap, place, recipes, replicate, split, split_backward, stream
+from piper_compiler import Options, Strategy, order, overlap, place, recipes, recompute, replicate, split, split_backward, stream
 from piper_compiler.capture import Captured
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.mesh import Mesh
@@ -77,7 +77,7 @@ class Composition:
     anywhere). backward: "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where
     there is an order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two
     may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
-    stream, all receives on another."""
+    stream, all receives on another. keep: the policy of recomputation of everything."""
 
     model: str
     pp: int = 1
@@ -102,13 +102,14 @@ class Composition:
     resident_mb: float | str = 0
     reduced_mb: float | str = 0
     prefetch: int = 1
+    keep: str = "all"
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
         shown += [x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual]
         if self.zero:
             shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
-        return "-".join([self.model, *shown, *["overlap"] * self.overlap])
+        return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
 
 
 def job_of(c: Composition) -> Job:
@@ -158,7 +159,8 @@ def strategy_of(c: Composition) -> Strategy:
     program = captured(c.model, c.precision).program
     sharing = dict(zero=c.zero, resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch) if c.zero else {}
     data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
-    return Strategy(Mesh(pp=c.pp, dp=c.dp), (_pipeline(c, program), data_parallel))
+    again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
+    return Strategy(Mesh(pp=c.pp, dp=c.dp), (_pipeline(c, program), data_parallel, again))
 
 
 def compiled(c: Composition) -> Compiled:
@@ -168,7 +170,7 @@ def compiled(c: Composition) -> Compiled:
 
 def code_of(c: Composition, plan: Plan) -> Any:
     """The code of the plan's chunks, for its number of rows."""
-    return captured(c.model, c.precision).code.export([chunk.code for chunk in plan.chunks], plan.rows)
+    return captured(c.model, c.precision).code.export([chunk.code for chunk in (*plan.chunks, *plan.variants)], plan.rows)
 
 
 def run(c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, **options: Any) -> Run:

@@ -287,6 +287,40 @@ def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return unseeded
 
 
+def _is_recomputation(part: Part) -> bool:
+    return isinstance(part.op, Compute) and part.op.step == "R"
+
+
+def _other_dropout(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run = bind(part, rank)
+    if not _is_recomputation(part):
+        return run
+
+    def other() -> None:
+        rank.seed += 1
+        try:
+            run()
+        finally:
+            rank.seed -= 1
+
+    return other
+
+
+def _first_recomputed(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run, values = bind(part, rank), rank.store.values
+    if not _is_recomputation(part) or not isinstance(part.op, Compute):
+        return run
+    first: dict[str, list[torch.Tensor]] = rank.__dict__.setdefault("first_recomputed", {})
+    chunk = part.op.chunk
+
+    def stale() -> None:
+        run()
+        before = first.setdefault(chunk, [values[v].clone() for v in part.writes])
+        values.update(zip(part.writes, [t.clone() for t in before], strict=True))
+
+    return stale
+
+
 def _no_receive_wait(instr: Instr, rank: RankState) -> Instr:
     """Compute starts without waiting for what it receives."""
     receives = {i.stream for i in rank.role.program if isinstance(i.parts[0].op, Recv)}
@@ -364,6 +398,8 @@ FAULTS: dict[str, Fault] = {
     "short_add": Fault("a sum of gradients leaves out its last operand", part=_short_add),
     "free_early": Fault("a value is freed before its last reader", part=_free_early),
     "free_twice": Fault("a value is freed twice", part=_free_twice),
+    "recompute_other_dropout": Fault("recomputation draws other random numbers than its forward", part=_other_dropout),
+    "recompute_stale": Fault("every microbatch gets what was recomputed for the first one", part=_first_recomputed),
     "wrong_random_state": Fault("random operations do not follow the seed rule", part=_reuse_random),
 }
 """Name -> fault."""

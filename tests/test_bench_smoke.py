@@ -78,6 +78,7 @@ def test_every_module_is_reached_by_a_section() -> None:
     for name in run.SECTIONS:
         run.section(name)
     assert callable(import_module("benchmarks.capture_gpt3").measure)  # runs in a process of its own
+    assert callable(import_module("benchmarks.recompute_flops").main)  # run by hand; a part of it by test_recompute.py
     assert callable(import_module("benchmarks.gpu").main) and callable(gpu_check.main)  # run by hand
     assert callable(compare_trees.main)  # run by hand
     assert callable(import_module("benchmarks.plan_keys").main)  # run by hand; a part of it by test_plan_keys.py

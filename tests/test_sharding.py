@@ -50,6 +50,7 @@ def drawn(seed: int) -> Composition:
             clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
             zero=rng.choice((1, 2, 2) if model == "opaque" else (1, 2, 3, 3)),
             resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
+            keep="all" if model in ("opaque", "custom_op") else rng.choice(("all", "all", "inputs", "products")),
             prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8,
         )
     )  # fmt: skip

@@ -29,6 +29,7 @@ _HOME = {
     "split": "piper_compiler",
     "split_backward": "piper_compiler",
     "place": "piper_compiler",
+    "recompute": "piper_compiler",
     "replicate": "piper_compiler",
     "order": "piper_compiler",
     "overlap": "piper_compiler",

@@ -100,7 +100,7 @@ def test_a_duration_is_finite_and_not_negative(seconds: float) -> None:
 
 
 def test_unknown_steps_and_keys_are_refused() -> None:
-    with pytest.raises(FormatError, match="duration for step 'B'; the steps are F, I and W"):
+    with pytest.raises(FormatError, match="duration for step 'B'; the steps are F, R, I and W"):
         Costs({"layer0": {"B": Duration(1.0)}})
     with pytest.raises(FormatError, match="unknown key 'second'"):
         loads(Costs, dumps(COSTS).replace('"seconds"', '"second"', 1))

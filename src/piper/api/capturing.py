@@ -66,6 +66,13 @@ def program_at(captured: Captured, rows: int) -> Program:
     return captured.program
 
 
+def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
+    """Return a capture whose program has variants for these policies of recomputation."""
+    from piper_compiler.capture import with_policies
+
+    return with_policies(captured, policies) if policies else captured
+
+
 def captured_job(job: Job) -> Captured:
     """Return the capture of a job's model. Jobs that differ only in what capture does not see share one.
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from piper.api.capturing import captured_job, program_at
-from piper_compiler import Options, Strategy, Training, compile_program
+from piper.api.capturing import captured_job, program_at, under_policies
+from piper_compiler import Options, Strategy, Training, compile_program, policies_of
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, PiperWarning
 from piper_ir.graph import Graph
@@ -79,6 +79,7 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan)
     captured, spec, training = trained_job("compile", source, global_batch)
+    captured = under_policies(captured, policies_of(strategy.directives))
     with _remarks_in_errors(captured):
         lowered = compile_program(
             captured.program,

@@ -41,7 +41,11 @@ def check_same_program(compiled: Compiled) -> None:
     plan, program = compiled.plan, compiled.program
     bound = tuple(replace(b, spec=b.spec.bind(plan.rows)) for b in program.batch)
     coords = {c.id: c.coords for c in program.chunks}  # directives add coordinates, and change nothing else of a chunk
-    chunks = tuple(replace(c, coords={k: v for k, v in c.coords.items() if k in coords.get(c.id, ())}) for c in plan.chunks)
+    chunks, variants = (
+        tuple(replace(c, coords={k: v for k, v in c.coords.items() if k in coords.get(c.id, ())}) for c in cs)
+        for cs in (plan.chunks, plan.variants)
+    )
+    used = {v.variant for v in variants}
     tables: dict[str, tuple[Any, Any]] = {
         "program_key": (plan.program_key, program.key),
         "loss_kind": (plan.loss_kind, program.loss_kind),
@@ -49,6 +53,7 @@ def check_same_program(compiled: Compiled) -> None:
         "buffers": (plan.buffers, program.buffers),
         "batch": (plan.batch, bound),
         "chunks": (chunks, program.bound(plan.rows)),
+        "variants": (variants, tuple(v for v in program.bound_variants(plan.rows) if v.variant in used)),
     }
     for name, (ours, theirs) in tables.items():
         if ours != theirs:
@@ -137,7 +142,7 @@ def execute(
     if not is_first():  # under torchrun one of the ranks writes for all
         folder, out, log = None, None, ()
     folder = new_folder(Path(out), "run") if out is not None else folder
-    codes = [c.code for c in compiled.plan.chunks]
+    codes = [c.code for c in (*compiled.plan.chunks, *compiled.plan.variants)]
     code = compiled.code.export(codes, compiled.plan.rows)
     options: dict[str, Any] = dict(
         steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory

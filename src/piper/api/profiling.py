@@ -129,10 +129,10 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
     for c in (target, *singles):
         assert c.code is not None
-        exported = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
-        code[c.plan.rows] = {
-            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()
-        }
+        exported = c.code.export([chunk.code for chunk in (*c.plan.chunks, *c.plan.variants)], c.plan.rows)
+        code.setdefault(c.plan.rows, {}).update(
+            {i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()}
+        )
     request = ProfileRequest(
         pickle.dumps(target.plan),
         pickle.dumps([c.plan for c in singles]),
@@ -190,9 +190,9 @@ def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Cost
     for report in reports:
         for key, seconds in report.parts.items():
             samples.setdefault(key, []).extend(seconds)
-    chunk = {c.code: c.id for c in reversed(plan.chunks)}
+    chunk = {c.code: c.id for c in reversed((*plan.chunks, *plan.variants))}
     steps = [
-        StepDuration(code, step, n, _duration(s), chunk[code])  # type: ignore[arg-type]  # a string of the three
+        StepDuration(code, step, n, _duration(s), chunk[code])  # type: ignore[arg-type]  # a step
         for (code, step, n), s in sorted(samples.items())
         if code
     ]

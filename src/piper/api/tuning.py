@@ -13,7 +13,7 @@ from statistics import median
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.capturing import program_at
+from piper.api.capturing import program_at, under_policies
 from piper.api.clusters import chosen_cluster
 from piper.api.compiling import compile, trained_job
 from piper.api.results import new_folder, unless_empty
@@ -181,7 +181,12 @@ def problem_of(
     modules: tuple[ModuleType, ...] = (
         import_module(type(spec).__module__),
     )  # by value: a worker that imported it would import torch
-    return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
+
+    def under(policies: tuple[str, ...], rows: int) -> Program:
+        found = under_policies(captured, policies)
+        return program_at(found, rows) if rows else found.program
+
+    return problem, {"at_rows": lambda rows: program_at(captured, rows), "under": under, "modules": modules}
 
 
 def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:

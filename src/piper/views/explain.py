@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from piper.api.compiling import Compiled, advancing_notice
+from piper.views.explain_recompute import recomputation
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
@@ -25,6 +26,7 @@ def explain(compiled: Compiled) -> str:
         _directives(compiled),
         _order(compiled),
         _split_backwards(compiled),
+        recomputation(compiled.plan),
         _overlaps(compiled),
         _roles(compiled.plan),
         _communication(compiled.plan),
@@ -120,15 +122,16 @@ def _split_backwards(compiled: Compiled) -> str:
         return ""
     lines = ["backward split into I and W: bytes kept of one microbatch"]
     for role in compiled.plan.roles:
-        chunks = [compiled.plan.chunk(id) for id in dict.fromkeys(_chunks(role)) if id in split]
-        after_f, after_i = (sum(_kept(c, steps) for c in chunks) for steps in (("I", "W"), ("W",)))
+        named = {c.id: c for name in dict.fromkeys(_chunks(role)) if (c := compiled.plan.chunk(name)).id in split}
+        chunks = list(named.values())
+        after_f, after_i = (sum(_kept(c, steps) for c in chunks) for steps in (("R", "I", "W"), ("W",)))
         if chunks:
             lines.append(f"  {role.role:10} after F {size_text(after_f)}, after I {size_text(after_i)}")
     return "\n".join(lines)
 
 
 def _chunks(role: RolePlan) -> Iterator[str]:
-    return (p.op.chunk for i in role.program for p in i.parts if isinstance(p.op, Compute))
+    return (p.op.variant for i in role.program for p in i.parts if isinstance(p.op, Compute))
 
 
 def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:

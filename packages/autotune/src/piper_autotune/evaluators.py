@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import IO, Protocol
 
-from piper_autotune.problem import Programs, TuningProblem, packed, packed_strategy
+from piper_autotune.problem import Programs, TuningProblem, Wanted, packed, packed_strategy
 from piper_autotune.scoring import Needs, Refused, Scored, score
 from piper_autotune.worker import READY
 from piper_compiler import Strategy
@@ -67,7 +67,7 @@ class Here:
     def result(self, ticket: int) -> Outcome:
         strategy, engine = self._waiting[ticket]
         while isinstance(found := score(self._problem, strategy, self._programs.found, engine), Needs):
-            self._programs.add(found.rows)
+            self._programs.add(found.wanted)
         return found
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class _Worker:
     ready: bool = False
     ticket: int | None = None
     deadline: float = float("inf")
-    knows: set[int] = field(default_factory=set)
+    knows: set[Wanted] = field(default_factory=set)
 
     def end(self) -> int:
         """Kill the process, and return its exit code."""
@@ -135,7 +135,7 @@ class Processes:
 
     def _hand_over(self, worker: _Worker, ticket: int) -> None:
         strategy, engine = self._jobs[ticket]
-        new = {rows: p for rows, p in self._programs.found.items() if rows not in worker.knows}
+        new = {wanted: p for wanted, p in self._programs.found.items() if wanted not in worker.knows}
         worker.ticket, worker.deadline = ticket, time.monotonic() + self._timeout_s
         worker.knows |= new.keys()
         with contextlib.suppress(OSError):  # a worker that is gone shows when its answer is waited for
@@ -170,7 +170,7 @@ class Processes:
         ticket, worker.ticket = worker.ticket, None
         assert ticket is not None, "an answer without a question"
         if isinstance(found, Needs):
-            self._programs.add(found.rows)
+            self._programs.add(found.wanted)
             self._queue.appendleft(ticket)
         else:
             self._outcomes[ticket] = found

@@ -70,7 +70,7 @@ class OnRay:
             if not isinstance(found, Needs):
                 outcome: Outcome = found
                 return outcome
-            self._programs.add(found.rows)
+            self._programs.add(found.wanted)
             self._send(ticket)
 
     def close(self) -> None:

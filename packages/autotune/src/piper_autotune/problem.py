@@ -114,36 +114,46 @@ class TuningProblem:
         )
 
 
-def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = ()) -> Plan:
-    """Return a plan of nothing but chunks, to ask a cost model before there is a plan."""
-    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks))
+def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = (), variants: Iterable[Chunk] = ()) -> Plan:
+    """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan."""
+    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants))
 
 
-Variants = Mapping[int, Program | str | None]
-"""The program by rows per microbatch: None for the problem's own, a text where the model cannot run with so many."""
+Wanted = int | tuple[int, tuple[str, ...]]
+"""The rows per microbatch, with policies of recomputation if there are any; 0 stands for any number of rows."""
+Variants = Mapping[Wanted, Program | str | None]
+"""The program that is wanted: None for the problem's own, a text where the model cannot run so."""
+Under = Callable[[tuple[str, ...], int], Program]
+"""A function that returns the program with variants for policies, at a number of rows (0: at any)."""
 
 
 class Programs:
-    """Keep the program by rows per microbatch, made once each by `at_rows` of `compile_program`, which stays here."""
+    """Keep the programs that are wanted, made once each by `at_rows` or `under`, which stay in this process."""
 
-    def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None) -> None:
-        self._own, self._at_rows = problem.program, at_rows
-        self.found: dict[int, Program | str | None] = {}
+    def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None, under: Under | None = None) -> None:
+        self._own, self._at_rows, self._under = problem.program, at_rows, under
+        self.found: dict[Wanted, Program | str | None] = {}
 
-    def add(self, rows: int) -> Program | str | None:
-        """Return the program at a number of rows, and keep it."""
-        if rows not in self.found:
+    def add(self, wanted: Wanted) -> Program | str | None:
+        """Return the program at a number of rows, under policies if there are any, and keep it."""
+        if wanted not in self.found:
             try:
-                program = self._own if self._at_rows is None else self._at_rows(rows)
+                program = self._made(wanted)
             except PiperError as e:
-                self.found[rows] = str(e)
+                self.found[wanted] = str(e)
             else:
-                self.found[rows] = None if program is self._own else program
-        return self.found[rows]
+                self.found[wanted] = None if program is self._own else program
+        return self.found[wanted]
 
-    def exact(self, rows: int) -> Program | None:
+    def _made(self, wanted: Wanted) -> Program:
+        if isinstance(wanted, tuple):
+            rows, policies = wanted
+            return self._own if self._under is None else self._under(policies, rows)
+        return self._own if self._at_rows is None else self._at_rows(wanted)
+
+    def exact(self, wanted: Wanted) -> Program | None:
         """Return the program itself; None where there is none."""
-        found = self.add(rows)
+        found = self.add(wanted)
         return self._own if found is None else None if isinstance(found, str) else found
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from piper_autotune.problem import TuningProblem, Variants
-from piper_compiler import CompileRequest, Lowered, Strategy, compiled
+from piper_autotune.problem import TuningProblem, Variants, Wanted
+from piper_compiler import CompileRequest, Lowered, Strategy, compiled, policies_of
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.instr_table import InstrTable
 from piper_ir.plan import Instr, Plan, RolePlan
@@ -47,14 +47,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Needs:
-    """Request the program at this number of rows."""
+    """Request the program at a number of rows, under policies of recomputation if there are any."""
 
-    rows: int
+    wanted: Wanted
 
 
 class _Missing(Exception):
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
 
 
 def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
@@ -64,7 +64,7 @@ def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine
         with no_garbage_collection():
             return _of_plan(problem, compiling.lowered(), engine)
     except _Missing as e:
-        return Needs(e.rows)
+        return Needs(e.wanted)
     except PiperError as e:
         return Refused("illegal", str(e))
     except Exception as e:  # a directive of the user's may fail in any way, and is one candidate of many
@@ -82,14 +82,21 @@ class _Compiling:
 
     def lowered(self) -> Lowered:
         of = self.problem
-        return compiled(
-            CompileRequest(of.program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows)
-        )
+        program = self._program((0, self.policies)) if self.policies else of.program
+        return compiled(CompileRequest(program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the policies of recomputation for which the program needs variants."""
+        return policies_of(self.strategy.directives)
 
     def at_rows(self, rows: int) -> Program:
-        if rows not in self.variants:
-            raise _Missing(rows)
-        found = self.variants[rows]
+        return self._program((rows, self.policies) if self.policies else rows)
+
+    def _program(self, wanted: Wanted) -> Program:
+        if wanted not in self.variants:
+            raise _Missing(wanted)
+        found = self.variants[wanted]
         if isinstance(found, str):
             raise CaptureError(found)
         return self.problem.program if found is None else found

@@ -7,15 +7,15 @@ of Piper do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from piper_autotune.problem import Programs, TuningProblem, bare_plan
-from piper_compiler import EVERYWHERE, Strategy, apply_directives, build_graph, directives, trains
+from piper_autotune.problem import Programs, TuningProblem, Wanted, bare_plan
+from piper_compiler import EVERYWHERE, Strategy, apply_directives, build_graph, directives, policies_of, trains
 from piper_ir.errors import PiperError
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Compute
+from piper_ir.ops import KEEP_ALL, Compute
 from piper_ir.plan import COMPUTE, Bucket, Instr, Part, RolePlan
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
@@ -49,12 +49,20 @@ class Sketch:
     Attributes:
         roles: the chunks of each role.
         groups: chunks of a role that are run in one order.
+        policies: the policies of recomputation.
+        variants: the names of variants of chunks that are under one.
     """
 
     microbatches: int
     replicas: int
     roles: Mapping[str, tuple[str, ...]]
     groups: tuple[ChunkGroup, ...]
+    policies: tuple[str, ...] = ()
+    variants: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self, chunks: Iterable[str]) -> Iterator[str]:
+        """Yield the names of chunks, or of the variants that run in their place."""
+        return (self.variants.get(chunk, chunk) for chunk in chunks)
 
 
 class Sketches:
@@ -66,10 +74,10 @@ class Sketches:
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
         self._placed: dict[Strategy, Graph | None] = {}
-        self._seconds: dict[tuple[Mesh, int], Mapping[str, float] | None] = {}
+        self._seconds: dict[tuple[Mesh, Wanted], Mapping[str, float] | None] = {}
         self._states: dict[tuple[str, ...], int] = {}
-        self._saved: dict[int, Mapping[str, int]] = {}
-        self._built: dict[Mesh, Graph] = {}
+        self._saved: dict[Wanted, Mapping[str, int]] = {}
+        self._built: dict[tuple[Mesh, tuple[str, ...]], Graph] = {}
 
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """Return the sketch of a strategy, or None.
@@ -84,8 +92,12 @@ class Sketches:
         if graph is None:
             return None
         roles: dict[str, list[str]] = {}
+        variants: dict[str, str] = {}
         for chunk in graph.program.chunks:
-            roles.setdefault(graph.compute(chunk.id, "F")[0].role or EVERYWHERE, []).append(chunk.id)
+            node = graph.compute(chunk.id, "F")[0]
+            roles.setdefault(node.role or EVERYWHERE, []).append(chunk.id)
+            if isinstance(node.op, Compute) and node.op.keep != KEEP_ALL:
+                variants[chunk.id] = node.op.variant
         parts = next((d.microbatches for d in decisions if d.microbatches is not None), 1)
         orders = [d.order for d in decisions if d.order is not None]
         if graph.program.overlap and any(order.overlaps for order in orders):
@@ -101,7 +113,8 @@ class Sketches:
                     flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)
                 groups.setdefault((role, flights[key]), []).append(id)
         listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
-        return Sketch(parts, graph.replicas, {r: tuple(c) for r, c in roles.items()}, listed)
+        policies = policies_of(strategy.directives)
+        return Sketch(parts, graph.replicas, {r: tuple(c) for r, c in roles.items()}, listed, policies, variants)
 
     def rows(self, sketch: Sketch) -> int | None:
         """Return the rows per microbatch and rank; None when the global batch does not divide."""
@@ -117,10 +130,10 @@ class Sketches:
         """
         if not self._problem.bounds_steps:
             return 0.0
-        seconds = self._chunk_seconds(strategy.mesh, rows)
+        seconds = self._chunk_seconds(strategy.mesh, _wanted(sketch, rows))
         if seconds is None:
             return 0.0
-        return sketch.microbatches * max(sum(seconds[c] for c in chunks) for chunks in sketch.roles.values())
+        return sketch.microbatches * max(sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values())
 
     def state_bytes(self, sketch: Sketch) -> tuple[int, str]:
         """Return a lower bound of the bytes of state on the fullest role, and which role it is.
@@ -131,14 +144,15 @@ class Sketches:
 
     def filled_bytes(self, sketch: Sketch, rows: int) -> tuple[int, str, int]:
         """Return a lower bound of state and saved tensors: bytes, role, microbatches in flight there."""
-        program = self._programs.exact(rows)
+        wanted = _wanted(sketch, rows)
+        program = self._programs.exact(wanted)
         if program is None:
             return 0, "", 0
-        if rows not in self._saved:
-            self._saved[rows] = {c.id: saved_bytes(c, rows) for c in program.chunks}
-        saved = self._saved[rows]
+        if wanted not in self._saved:
+            self._saved[wanted] = {c.variant: saved_bytes(c, rows) for c in (*program.chunks, *program.variants)}
+        saved = self._saved[wanted]
         return max(
-            (self._role_states(sketch.roles[role]) + most * sum(saved[c] for c in ids), role, most)
+            (self._role_states(sketch.roles[role]) + most * sum(saved[c] for c in sketch.names(ids)), role, most)
             for role, ids, most in sketch.groups
         )
 
@@ -155,32 +169,36 @@ class Sketches:
         key = Strategy(mesh, [d.single for d in decisions if d.single is not None])
         if key not in self._placed:
             try:
-                if key.mesh not in self._built:
-                    self._built[key.mesh] = build_graph(self._problem.program, key.mesh)
-                graph = apply_directives(self._built[key.mesh], key.directives)
+                policies = policies_of(key.directives)
+                if (key.mesh, policies) not in self._built:
+                    program = self._programs.exact((0, policies)) if policies else None
+                    self._built[key.mesh, policies] = build_graph(program or self._problem.program, key.mesh)
+                graph = apply_directives(self._built[key.mesh, policies], key.directives)
                 self._placed[key] = graph if graph.microbatches else directives.split_all(graph, 1)
             except PiperError:  # compiling it says what is wrong, in the user's terms
                 self._placed[key] = None
         return self._placed[key]
 
-    def _chunk_seconds(self, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
-        """Return the compute seconds of one microbatch by chunk; None when they cannot be known at these rows."""
-        key = (mesh, rows)
+    def _chunk_seconds(self, mesh: Mesh, wanted: Wanted) -> Mapping[str, float] | None:
+        """Return the compute seconds of one microbatch by chunk and variant; None when they cannot be known."""
+        key = (mesh, wanted)
         if key not in self._seconds:
-            program = self._programs.exact(rows)
+            program = self._programs.exact(wanted)
+            rows = wanted[0] if isinstance(wanted, tuple) else wanted
             self._seconds[key] = None if program is None else self._timed(program, mesh, rows)
         return self._seconds[key]
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
-        chunks = program.bound(rows)
+        chunks, variants = program.bound(rows), program.bound_variants(rows)
         cluster, costs = self._problem.cluster, self._problem.costs
         if costs is not None:  # what an instruction costs the host is paid once for all steps that it joins
             costs = replace(costs, host=None)
         only = (None,) if cluster is None else [cluster.only(k).each_device(_without_issue) for k in range(len(cluster.kinds))]
-        bare = bare_plan(program, mesh, rows, chunks)
+        bare = bare_plan(program, mesh, rows, chunks, variants)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
             models = [model_for(bare, one, costs, self._problem.model) for one in only]
-            return {c.id: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in chunks}
+            every = (*chunks, *variants)
+            return {c.variant: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in every}
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
 
@@ -245,13 +263,18 @@ def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Fli
 def saved_bytes(chunk: Chunk, rows: int) -> int:
     """Return the bytes that a chunk's forward keeps for its backward, per microbatch."""
     read = {port for step in ("I", "W") if step in chunk.steps for port in chunk.steps[step].reads}
-    return sum(bind(spec.nbytes, rows) for port, spec in chunk.ports.items() if port.startswith("saved") and port in read)
+    kept = [port for port in chunk.steps["F"].writes if port.startswith("saved") and port in read]
+    return sum(bind(chunk.ports[port].nbytes, rows) for port in kept)
+
+
+def _wanted(sketch: Sketch, rows: int) -> Wanted:
+    return (rows, sketch.policies) if sketch.policies else rows
 
 
 def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
     if chunk.steps[step].empty:
         return 0.0
-    return model.work(_NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step)),))).seconds
+    return model.work(_NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))).seconds
 
 
 def _without_issue(device: Device) -> Device:

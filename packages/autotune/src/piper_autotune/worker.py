@@ -6,7 +6,7 @@ import pickle
 import signal
 from multiprocessing.connection import Connection
 
-from piper_autotune.problem import TuningProblem
+from piper_autotune.problem import TuningProblem, Wanted
 from piper_autotune.scoring import score
 from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
@@ -22,7 +22,7 @@ def serve(descriptor: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches; it ends this one
     connection = Connection(descriptor)
-    variants: dict[int, Program | str | None] = {}
+    variants: dict[Wanted, Program | str | None] = {}
     try:
         problem: TuningProblem = pickle.loads(connection.recv_bytes())
         connection.send(READY)

@@ -36,7 +36,7 @@ def _known(chunk: Chunk, step: Step, costs: Costs | None) -> float | None:
     given = chunk.steps[step].cost.seconds
     if given is not None or costs is None:
         return given
-    known = costs.of_compute(chunk.id, step, chunk.code)
+    known = costs.of_compute(chunk.id, step, chunk.cost_code(step))
     return None if known is None else known.seconds
 
 
@@ -73,15 +73,15 @@ class InstructionSeconds:
                 seconds = _known(chunk, step, costs)
                 if seconds is None and (seconds := unknown.get(id(sig.cost))) is None:
                     seconds = unknown[id(sig.cost)] = nominal(sig.cost)
-                self._steps[chunk.id, step] = seconds
+                self._steps[chunk.variant, step] = seconds
         self._given = not listed or listed[0].steps["F"].cost.seconds is not None
 
     def compute(self, ops: Iterable[Op]) -> float:
         """Return the seconds of an instruction with parts of these ops: the sum over its steps of chunks."""
-        return sum([self._steps[(op.chunk, op.step)] for op in ops if isinstance(op, Compute)])
+        return sum([self._steps[(op.variant, op.step)] for op in ops if isinstance(op, Compute)])
 
     def step(self, chunk: str, step: Step) -> float:
-        """Return the seconds of one step of a chunk."""
+        """Return the seconds of one step of a chunk, or of its variant with that name."""
         return self._steps[chunk, step]
 
     def transfer(self, nbytes: int) -> float:

@@ -1,7 +1,8 @@
 """Say which values a compute node reads and writes: the value ports of a chunk's step, in order.
 
-A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them. A
-plan has F, I and W parts.
+A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them.
+Under a policy of recomputation the first of these steps comes after R, unless R is a node of its own. A plan has F, R,
+I and W parts.
 """
 
 from __future__ import annotations
@@ -17,32 +18,41 @@ _OWN = ("saved", "iw")
 """The ports that never leave their chunk and microbatch, whose steps run on one device; no values of a graph."""
 
 
-def steps_of(chunk: Chunk, step: ComputeStep) -> tuple[Step, ...]:
-    """Return the steps of a chunk that run for a step of a graph, in order, without empty ones."""
-    names = BACKWARD if step == "B" else (step,)
-    return tuple([name for name in names if name in chunk.steps and not chunk.steps[name].empty])
+def steps_of(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Step, ...]:
+    """Return the steps of a chunk that run for a step of a graph, in order, without empty ones.
+
+    The chunk is the variant that runs. `apart` says that R is a node of its own (see `Compute`).
+    """
+    found = _present(chunk, BACKWARD if step == "B" else (step,))
+    if "R" in chunk.steps and not apart and step in ("B", *BACKWARD) and found[:1] == _present(chunk, BACKWARD)[:1]:
+        return (*_present(chunk, ("R",)), *found) if found else ()
+    return found
 
 
-def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
+def _present(chunk: Chunk, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    return tuple([name for name in steps if name in chunk.steps and not chunk.steps[name].empty])
+
+
+def signatures(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Signature, ...]:
     """Return the signatures of `steps_of`."""
-    return tuple([chunk.steps[name] for name in steps_of(chunk, step)])
+    return tuple([chunk.steps[name] for name in steps_of(chunk, step, apart)])
 
 
-def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
+def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values are data edges into the step.
 
     Parameters, buffers and what F keeps (see `kept`) are not among them. What I hands to W is, if it is a gradient of
     an input and W is a step of its own.
     """
-    sigs = signatures(chunk, step)
+    sigs = signatures(chunk, step, apart)
     made = {p for s in sigs for p in s.writes}
     ports = (p for s in sigs for p in s.reads if p not in made and not p.startswith(_OWN) and not is_state(chunk, p))
     return tuple(dict.fromkeys(ports))
 
 
-def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
+def value_writes(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values the step gives to other nodes: all that do not stay in its chunk."""
-    return tuple(p for s in signatures(chunk, step) for p in s.writes if not p.startswith(_OWN))
+    return tuple(p for s in signatures(chunk, step, apart) for p in s.writes if not p.startswith(_OWN))
 
 
 def kept(chunk: Chunk) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from piper_ir.tools import Points, log_log, within
 from piper_ir.trace import Source
 
 K = TypeVar("K")
-STEPS: tuple[Step, ...] = ("F", "I", "W")
+STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Costs:
         for chunk, by_step in self.compute.items():
             for step in by_step:
                 if step not in STEPS:
-                    raise FormatError(f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, I and W")
+                    raise FormatError(f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, R, I and W")
         self._check_sizes()
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)
         comm = (((c.op, c.group, c.nodes), c.bytes, c.duration) for c in self.comm)

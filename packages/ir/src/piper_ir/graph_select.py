@@ -164,7 +164,7 @@ class Selecting:
         """Return a sort key along the step, whatever the microbatch."""
         rank = _rank(node)
         chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
-        after = 0 if isinstance(node.op, Add) else 1
+        after = 0 if isinstance(node.op, Add) or node.coords.get("phase") == "R" else 1
         return rank, (chunk if rank == 0 else -chunk) * 2 + after, node.id
 
     def position(self, node: Node) -> tuple[int, int, int, str]:
@@ -173,7 +173,7 @@ class Selecting:
         return rank, node.mb, place, id
 
 
-_RANKS = {"F": 0, "B": 1, "I": 1, "W": 2}
+_RANKS = {"F": 0, "R": 1, "B": 1, "I": 1, "W": 2}
 
 
 def _rank(node: Node) -> int:

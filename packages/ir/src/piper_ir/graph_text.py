@@ -12,7 +12,7 @@ from piper_ir.sizes import ITEM_BYTES
 _DERIVED = ("chunk", "phase", "op", "mb")
 """The coordinates that the id of a node shows already."""
 _KINDS = {"Add": 0, "Compute": 1, "Send": 2, "Recv": 3}
-_PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
+_PHASES = {"F": 0, "R": 1, "B": 1, "I": 1, "W": 2}
 
 
 def format_graph(graph: Graph, *, log: bool = True) -> str:

@@ -98,7 +98,7 @@ class PartUses:
         _, number = self._steps.get(id(op), (op, -1))
         if number < 0:
             assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-            chunk = self.plan.chunk(op.chunk)
+            chunk = self.plan.chunk(op.variant)
             key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs]
             number = self._equal.setdefault(key, len(self._equal))
             self._steps[id(op)] = op, number

@@ -11,7 +11,17 @@ from typing import Literal
 
 from piper_ir.collectives import COLLECTIVES, Law, law_of
 
-ComputeStep = Literal["F", "B", "I", "W"]
+KEEP_ALL = "all"
+"""The policy without recomputation: F keeps every tensor that backward needs."""
+HANDS_ON = "!"
+"""The mark behind a policy under which R makes the outputs again, too, for the R of later chunks."""
+
+ComputeStep = Literal["F", "B", "R", "I", "W"]
+
+
+def variant_name(chunk: str, keep: str) -> str:
+    """Return the name of a chunk under a policy: its id, with the policy behind it unless that keeps all."""
+    return chunk if keep == KEEP_ALL else f"{chunk}~{keep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +43,23 @@ class Seed:
 class Compute:
     """Run one step of a chunk.
 
-    B is I followed by W, with outputs that are ready at its end. I and W add into gradient buckets.
+    B is I followed by W, with outputs that are ready at its end. I and W add into gradient buckets. Where a policy of
+    recomputation is at work, the first of them comes after R, which makes what F did not keep.
+
+    Attributes:
+        keep: the policy: which tensors F keeps ("all": every one that backward needs).
+        apart: whether R is a node of its own, so that the backward does not begin with it. A plan has R parts anyway.
     """
 
     chunk: str
     step: ComputeStep
+    keep: str = KEEP_ALL
+    apart: bool = False
+
+    @property
+    def variant(self) -> str:
+        """Return the name of the chunk's variant that runs, as in `piper_ir.program.Chunk`."""
+        return self.chunk if self.keep == KEEP_ALL else variant_name(self.chunk, self.keep)
 
 
 @dataclass(frozen=True, slots=True)

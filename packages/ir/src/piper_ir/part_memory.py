@@ -37,7 +37,7 @@ def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     writes = sum(nbytes[v] for v in part.writes)
     if not isinstance(part.op, Compute):
         return writes + (part.op.workspace if isinstance(part.op, Update) else 0)
-    chunk = plan.chunk(part.op.chunk)
+    chunk = plan.chunk(part.op.variant)
     assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
     sig = chunk.steps[part.op.step]
     if not sig.liveness.consumed and sig.liveness.segments == ((),):  # nothing known (synthetic): no temporaries

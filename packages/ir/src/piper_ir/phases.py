@@ -9,10 +9,11 @@ from typing import Literal
 from piper_ir.ops import Compute, Update
 from piper_ir.plan import Instr
 
-Phase = Literal["F", "B", "I", "W", "pair", "U", "other", "comm", "batch"]
+Phase = Literal["F", "B", "R", "I", "W", "pair", "U", "other", "comm", "batch"]
 PHASES: Mapping[Phase, str] = {
     "F": "forward",
     "B": "backward (I and W together)",
+    "R": "recomputation",
     "I": "input gradient",
     "W": "weight gradient",
     "pair": "overlapped pair",
@@ -71,6 +72,9 @@ def instr_label(instr: Instr) -> InstrLabel:
 def _joined(steps: set[str]) -> Phase:
     if "F" in steps:
         return "F"
-    if steps == {"I"}:
+    if steps == {"R"}:
+        return "R"
+    own = steps - {"R"}  # which a backward may begin with
+    if own == {"I"}:
         return "I"
-    return "W" if steps == {"W"} else "B"
+    return "W" if own == {"W"} else "B"

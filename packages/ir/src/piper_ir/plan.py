@@ -273,6 +273,7 @@ class Plan:
         tokens_per_row: tokens in a row, for tokens per second; None when unknown.
         device: the kind of device that peaks are for; a plan runs on any.
         version: the version of the file format.
+        variants: the chunks under the policies of recomputation that parts name, likewise bound.
     """
 
     program_key: str
@@ -294,19 +295,20 @@ class Plan:
     tokens_per_row: int | None = None
     device: DeviceType = ""
     version: int = PLAN_VERSION
+    variants: tuple[Chunk, ...] = ()
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)
     _buckets: dict[str, Bucket] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_chunks", {c.id: c for c in self.chunks})
+        object.__setattr__(self, "_chunks", {c.variant: c for c in (*self.chunks, *self.variants)})
         object.__setattr__(self, "_roles", {r.role: r for r in self.roles})
         object.__setattr__(self, "_channels", {c.id: c for c in self.channels})
         object.__setattr__(self, "_buckets", {b.id: b for b in self.buckets})
 
     def chunk(self, id: str) -> Chunk:
-        """Return the chunk with an id."""
+        """Return the chunk with an id, or the variant of a chunk with that name (`Compute.variant`)."""
         return self._chunks[id]
 
     def role(self, id: str) -> RolePlan:

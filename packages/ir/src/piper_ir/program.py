@@ -1,11 +1,12 @@
 """Describe a captured model with its loss as a Program: chunks with exact sizes and costs, without code.
 
 Chunks stand in program order, which is a topological order of the forward DAG. Each chunk has up to three *steps*: F
-(forward), I (input gradient) and W (weight gradient). A step's Signature names the *ports* that it reads and writes:
+(forward), I (input gradient) and W (weight gradient). Under a policy of recomputation there is a fourth, R: it makes
+what F does not keep, before I and W need it. A step's Signature names the *ports* that it reads and writes:
 
     in{k}     the k-th entry of chunk.inputs: a value of another chunk, a parameter, a buffer or a batch tensor
     out{k}    the k-th entry of chunk.outputs
-    saved{k}  kept by F for I or W
+    saved{k}  kept by F for I or W, or made again by R
     tan{k}    gradient of out{k}, for outputs with needs_grad
     gin{k}    gradient of in{k}, for inputs of kind "value" with needs_grad
     iw{k}     handed from I to W
@@ -19,14 +20,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from piper_ir.codec import dumps
+from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
 
-Step = Literal["F", "I", "W"]
+Step = Literal["F", "R", "I", "W"]
 KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
 
@@ -229,6 +231,8 @@ class Chunk:
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
+        keep: the policy of recomputation under which it is so: which tensors F keeps for I and W. The chunks of a
+            program keep all; its variants do not.
     """
 
     id: str
@@ -240,6 +244,16 @@ class Chunk:
     code: str = ""
     random: bool = False
     opaque: bool = False
+    keep: str = KEEP_ALL
+
+    @property
+    def variant(self) -> str:
+        """Return the name of the chunk under its policy, which is its id where all is kept."""
+        return variant_name(self.id, self.keep)
+
+    def cost_code(self, step: Step) -> str:
+        """Return the code under which costs know a step: all but R take as long under any policy of recomputation."""
+        return self.code if step == "R" else self.code.removesuffix(variant_name("", self.keep))
 
     def bind(self, rows: int) -> Chunk:
         """Return the chunk at a number of rows."""
@@ -271,6 +285,7 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
                 chunk.code,
                 chunk.random,
                 chunk.opaque,
+                chunk.keep,
             )
         )
     return tuple(bound)
@@ -327,6 +342,8 @@ class Program:
         source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
+        variants: chunks under policies of recomputation, for the policies that a strategy asks for. They are no content
+            of the program: it has the same key without them.
     """
 
     chunks: tuple[Chunk, ...]
@@ -337,16 +354,21 @@ class Program:
     source: Literal["captured", "synthetic"] = "captured"
     hop: float = 0.0
     overlap: tuple[float, ...] = ()
+    variants: tuple[Chunk, ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_index", {c.id: c for c in self.chunks})
+        object.__setattr__(self, "_index", {c.variant: c for c in (*self.chunks, *self.variants)})
         object.__setattr__(self, "_bound", {})
 
     def chunk(self, id: str) -> Chunk:
-        """Return the chunk with an id."""
+        """Return the chunk with an id, or the variant of a chunk with that name."""
         return self._index[id]
+
+    def has_variant(self, id: str, keep: str) -> bool:
+        """Return whether a chunk is known under a policy."""
+        return variant_name(id, keep) in self._index
 
     def bound(self, rows: int) -> tuple[Chunk, ...]:
         """Return the chunks at a number of rows; the results for the latest numbers are kept for searches."""
@@ -356,7 +378,12 @@ class Program:
             self._bound[rows] = bind_chunks(self.chunks, rows)
         return self._bound[rows]
 
+    def bound_variants(self, rows: int) -> tuple[Chunk, ...]:
+        """Return the variants at a number of rows."""
+        return bind_chunks(self.variants, rows)
+
     @cached_property
     def key(self) -> str:
         """Return the hash of the content; equal programs have equal keys on every machine."""
-        return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
+        content = replace(self, variants=()) if self.variants else self
+        return hashlib.sha256(dumps(content).encode()).hexdigest()[:16]

@@ -23,8 +23,8 @@ class Where:
 
     A term maps a coordinate's name to what it must be: an int or name, one of several (a tuple or range), ANY, or NONE.
     A selection without terms selects everything. Names are those of regions (`layer`, `stage`, the user's own), `mb`,
-    `phase` ("F", "B", "I", "W"), and `op` ("compute", "send", "recv", "add"); communication is matched only when `op`
-    asks for it.
+    `phase` ("F", "B", "R", "I", "W"), and `op` ("compute", "send", "recv", "add"); communication is matched only when
+    `op` asks for it.
     """
 
     terms: tuple[tuple[str, Match], ...]

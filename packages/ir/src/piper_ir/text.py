@@ -2,7 +2,7 @@
 
     piper plan 1
     plan {"program_key":"...","mesh":...}                   everything without a line of its own, as JSON
-    chunk {...}                                             also param, buffer, batch, channel, bucket
+    chunk {...}                                             also variant, param, buffer, batch, channel, bucket
     value layer0:out0@3 activation float32[2,8]
     role pp0 {"placed":{"pp":0},...}
       12 compute F layer0 @3 reads x@3 writes h@3 frees x@3 + W layer1 @2 ... | waits recv#4 frees a@2 allocs b@4
@@ -10,10 +10,10 @@
     end
 
 The line of an instruction has its position in the role's program, its stream, its parts joined by "+", and after "|"
-its waits (stream#count), what it frees before its parts and allocates after them, and the seconds that it takes where
-they are given (an overlapped pair). A part has its op with arguments, @microbatch, then `node` (left out where it is
-chunk.step@microbatch), reads, writes, frees. Words with spaces, and keywords of this format, are JSON strings. Empty
-lines and lines that start with "#" are skipped.
+its waits (stream#count), what it frees before its parts and allocates after them, and given seconds (an overlapped
+pair). A part has its op with arguments, @microbatch, `node` (left out where it is chunk.step@microbatch), reads,
+writes, frees; "keeping" goes before a policy of recomputation. Words with spaces, and keywords of this format, are
+JSON strings. Empty lines, and those that start with "#", are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,23 @@ from typing import Any, assert_never, get_args
 from piper_ir.codec import decode, encode
 from piper_ir.collectives import COLLECTIVES, kind_named
 from piper_ir.errors import FormatError, PiperError
-from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
+from piper_ir.ops import (
+    KEEP_ALL,
+    Add,
+    Collective,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Op,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+    op_name,
+)  # fmt: skip
 from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import Dim, TensorSpec
@@ -40,10 +56,11 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "buffer": ("buffers", Buffer),
     "batch": ("batch", BatchTensor),
     "chunk": ("chunks", Chunk),
+    "variant": ("variants", Chunk),
     "channel": ("channels", Channel),
     "bucket": ("buckets", Bucket),
 }
-_STEPS = ("F", "B", "I", "W")
+_STEPS = ("F", "B", "R", "I", "W")
 _SPEC = re.compile(r"(\w+)(\[.*\])\Z", re.DOTALL)
 
 
@@ -94,8 +111,8 @@ def _usual_node(op: Op, mb: int) -> str:
 def _op(op: Op) -> list[str]:
     name = op_name(op)
     match op:
-        case Compute(chunk=chunk, step=step):
-            return [step, written_word(chunk)]
+        case Compute(chunk=chunk, step=step, keep=keep):
+            return [step, written_word(chunk), *(["keeping", written_word(keep)] if keep != KEEP_ALL else [])]
         case Load(tensor=tensor):
             return [name, written_word(tensor)]
         case Seed(value=value, dtype=dtype):
@@ -266,7 +283,8 @@ def _wait(word: str) -> tuple[str, int]:
 def _parse_op(words: Words) -> Op:
     name = words.next("an op")
     if name in _STEPS:
-        return Compute(words.next("a chunk"), name)  # type: ignore[arg-type]  # one of _STEPS
+        chunk, kept = words.next("a chunk"), words.accept("keeping")
+        return Compute(chunk, name, words.next("a policy") if kept else KEEP_ALL)  # type: ignore[arg-type]  # one of _STEPS
     match name:
         case "Load":
             return Load(words.next("a batch tensor"))

@@ -19,7 +19,7 @@ from piper_ops.norms import (
     rms_norm_dgrad,
     rms_norm_wgrad,
 )
-from piper_ops.opaque import backward_step, forward_step, storage_key
+from piper_ops.opaque import Returned, backward_step, forward_step, storage_key
 from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
@@ -37,6 +37,7 @@ __all__ = [
     "Lowering",
     "PortableOp",
     "Refusal",
+    "Returned",
     "UnsupportedVariant",
     "Workspace",
     "attention",

@@ -4,6 +4,8 @@ F returns, behind its outputs, a *handle*: an empty tensor that carries the reco
 has saved stays with the graph and is freed while I runs. I makes the gradients of values and of parameters; W only adds
 the latter up.
 
+Under a policy of recomputation F keeps no handle. R runs the forward once more, and returns the handle alone.
+
 Returned tensors own their bytes and are contiguous, as everywhere: those that are not are copied.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -20,6 +23,9 @@ BoxedStep = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """A step that takes its arguments in a list, which it empties, so that they are freed as early as possible."""
 
 _GRAPH = "_piper_recorded"
+
+Returned = Literal["all", "outputs", "handle"]
+"""The results that a run of the forward returns."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,13 @@ class Recorded:
 
 
 def forward_step(
-    body: Body, wanted: Sequence[bool], tangents: Sequence[bool], constants: Sequence[torch.Tensor] = ()
+    body: Body,
+    wanted: Sequence[bool],
+    tangents: Sequence[bool],
+    constants: Sequence[torch.Tensor] = (),
+    returns: Returned = "all",
 ) -> BoxedStep:
-    """Return the step F of an opaque chunk.
+    """Return the step F of an opaque chunk, or R.
 
     The handle follows the outputs if the gradient of any of them will come.
 
@@ -47,6 +57,7 @@ def forward_step(
         wanted: wanted[k] says whether the gradient of input k is wanted.
         tangents: tangents[k] says whether the gradient of output k will come.
         constants: tensors that are no inputs.
+        returns: outputs and handle, the outputs (F under a policy of recomputation), or the handle (R).
     """
 
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -57,9 +68,11 @@ def forward_step(
             outputs = tuple(body(*inputs, *constants))
             edges = tuple(get_gradient_edge(o) for o, comes in zip(outputs, tangents, strict=True) if comes)
         with torch.no_grad():
-            results = owned((o.detach() for o in outputs), given)
+            results = owned((o.detach() for o in outputs), given) if returns != "handle" else ()
             del outputs
-            return (*results, _handle(Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w)))) if edges else results
+            if returns == "outputs" or not edges:
+                return results
+            return (*results, _handle(Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w))))
 
     return step
 

@@ -37,10 +37,10 @@ from piper_report.transfers import transfers
 
 MOST_RANKS = 8
 MOST_LABELS = 1200
-STRENGTH = {"F": 0.3, "B": 1.0, "I": 0.8, "W": 1.0, "pair": 0.7, "comm": 0.3}
+STRENGTH = {"F": 0.3, "B": 1.0, "R": 0.5, "I": 0.8, "W": 1.0, "pair": 0.7, "comm": 0.3}
 OUTLINED = ("F", "comm")
 """The pale phases, whose bars have an edge in the full colour."""
-HATCH = {"I": "....", "W": "//////", "pair": "xxxx"}
+HATCH = {"R": "----", "I": "....", "W": "//////", "pair": "xxxx"}
 WAITING = "#B0B0B0"
 PLOT_SHARE = 0.84
 """The approximate share of a figure's width that the axes of a timeline have."""

@@ -14,7 +14,7 @@ from piper_ir.phases import InstrLabel, instr_label
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_ir.trace import BATCH, Span, Trace
 
-_NAME = re.compile(r"(?:\.(?P<step>[FBIW]))?@(?P<mb>\d+)")
+_NAME = re.compile(r"(?:\.(?P<step>[FBRIW]))?@(?P<mb>\d+)")
 
 
 def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, InstrLabel]:
@@ -44,8 +44,8 @@ def _guess(span: Span) -> InstrLabel:
     if span.name.startswith("seed") and "+" in span.name:
         return InstrLabel((("B", mb),))
     match found["step"] if found else None:
-        case "I":
-            return InstrLabel((("B" if "+" in span.name else "I", mb),))
+        case "R" | "I" as phase:
+            return InstrLabel((("B" if "+" in span.name else phase, mb),))
         case "F" | "B" | "W" as phase:
             return InstrLabel(((phase, mb),))
     return InstrLabel((("other", mb),))

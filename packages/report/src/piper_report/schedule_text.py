@@ -21,7 +21,7 @@ MOST_UNITS = 4096
 """The most slots of a schedule whose times are multiples of one unit; with more, the unit is given up."""
 
 
-TERMINAL = {"F": 75, "B": 214, "I": 36, "W": 175, "pair": 228, "U": 246}
+TERMINAL = {"F": 75, "B": 214, "R": 220, "I": 36, "W": 175, "pair": 228, "U": 246}
 """The numbers of xterm's 256 colours, near those of the pictures; an overlapped pair has one of its own."""
 
 

@@ -132,11 +132,11 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
 
 def executed_flops(plan: Plan) -> int:
     """Return the executed FLOPs of one step, on all ranks."""
-    of = {(c.id, step): sig.cost.flops for c in plan.chunks for step, sig in c.steps.items()}
+    of = {(c.variant, step): sig.cost.flops for c in (*plan.chunks, *plan.variants) for step, sig in c.steps.items()}
     total = 0
     for role in plan.roles:
         parts = (part.op for instr in role.program for part in instr.parts)
-        total += len(role.ranks) * sum(of[op.chunk, op.step] for op in parts if isinstance(op, Compute) and op.step != "B")
+        total += len(role.ranks) * sum(of[op.variant, op.step] for op in parts if isinstance(op, Compute) and op.step != "B")
     return total
 
 

@@ -10,13 +10,16 @@ from piper_compiler.capture.codegen import StepCode, compile_step
 from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
 from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
+from piper_compiler.capture.recompute import POLICIES
 from piper_compiler.capture.tags import region, tag
+from piper_compiler.capture.variants import with_policies
 
 __all__ = [
     "ASKED_ROWS",
     "Advancing",
     "Captured",
     "CodeStore",
+    "POLICIES",
     "StepCode",
     "built_model",
     "capture",
@@ -29,4 +32,5 @@ __all__ = [
     "narrowest",
     "region",
     "tag",
+    "with_policies",
 ]

@@ -14,10 +14,12 @@ from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
-from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
+from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.opaque import trace_opaque
+from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
+from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import TensorSpec, bind
 
@@ -31,6 +33,7 @@ class TraceSpec:
         specs: the specs of the piece's inputs, affine in rows.
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
+        keep: the policy of recomputation.
     """
 
     cut: Cut
@@ -38,16 +41,24 @@ class TraceSpec:
     specs: tuple[TensorSpec, ...]
     needs_grad: tuple[bool, ...]
     tangent_mask: tuple[bool, ...]
+    keep: str = KEEP_ALL
 
     def trace(self, rows: int) -> TracedChunk:
-        inputs = [
+        """Return the chunk's steps."""
+        if not self.piece.opaque:
+            return cut_chunk(self.joint(rows), self.keep)
+        module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
+        return trace_opaque(module, self._inputs(rows), self.tangent_mask, random=random, keep=self.keep)
+
+    def joint(self, rows: int) -> Joint:
+        """Return the graph of forward and backward, which is the same under any policy."""
+        return trace_joint(self.cut.module(self.piece, rows), self._inputs(rows), self.tangent_mask)
+
+    def _inputs(self, rows: int) -> list[JointInput]:
+        return [
             JointInput(slot.kind, example_tensor(spec, rows), needs_grad)
             for slot, spec, needs_grad in zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
         ]
-        module = self.cut.module(self.piece, rows)
-        if self.piece.opaque:
-            return trace_opaque(module, inputs, self.tangent_mask, random=self.cut.random(self.piece))
-        return trace_chunk(module, inputs, self.tangent_mask)
 
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
@@ -59,17 +70,25 @@ def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
 class CodeStore:
     """Map a code id to the functions of its steps, at a number of rows.
 
-    The parameters' dtype is part of the code id. The store traces a code when it is first used and keeps the result, so
-    that one capture serves all strategies, microbatch sizes and widths.
+    The parameters' dtype is part of the code id, and so is a policy of recomputation (`variant`). The store traces a
+    code when it is first used and keeps the result, so that one capture serves all strategies, microbatch sizes and
+    widths.
     """
 
     def __init__(self) -> None:
         self._recipes: dict[str, TraceSpec] = {}
         self._traced: dict[tuple[str, int], TracedChunk] = {}
+        self._joints: dict[tuple[str, int], Joint] = {}
         self._expected: dict[str, Chunk] = {}
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._recipes.setdefault(code, recipe)
+
+    def variant(self, code: str, keep: str) -> str:
+        """Return the code id of a code under a policy of recomputation."""
+        made = variant_name(code, keep)
+        self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
+        return made
 
     def expect(self, code: str, chunk: Chunk) -> None:
         """Record the ports and steps of this code at two rows and more, affine in rows, as the program has them."""
@@ -90,8 +109,16 @@ class CodeStore:
         found = self._traced.get((code, rows))
         if found is None:
             check_context()
-            found = self._traced[code, rows] = self._recipes[code].trace(rows)
+            found = self._traced[code, rows] = self._made(code, self._recipes[code], rows)
         return found
+
+    def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
+        if recipe.keep == KEEP_ALL or recipe.piece.opaque:
+            return recipe.trace(rows)
+        key = code.removesuffix(variant_name("", recipe.keep)), rows
+        if key not in self._joints:  # which the policies share
+            self._joints[key] = recipe.joint(rows)
+        return cut_chunk(self._joints[key], recipe.keep)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
@@ -132,6 +159,7 @@ class Captured:
         forward: the captured graph.
         advancing: buffers that advance once per microbatch.
         remarks: chunk -> what a message about it should add.
+        under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
     """
 
     program: Program
@@ -139,6 +167,7 @@ class Captured:
     forward: Forward
     advancing: tuple[Advancing, ...] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
+    under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.
@@ -147,7 +176,8 @@ class Captured:
         CaptureError where the model takes another path at this number of rows than the captured one.
         """
         check_rows(self.forward, rows)
-        return replace(self.program, chunks=tuple(self._bind(c, rows) for c in self.program.chunks))
+        chunks, variants = (tuple(self._bind(c, rows) for c in cs) for cs in (self.program.chunks, self.program.variants))
+        return replace(self.program, chunks=chunks, variants=variants)
 
     def _bind(self, chunk: Chunk, rows: int) -> Chunk:
         bound = chunk.bind(rows)

@@ -1,4 +1,4 @@
-"""Trace one chunk's forward and backward into a functional graph, and cut that into its steps F, I and W.
+"""Trace one chunk's forward and backward into a functional graph, and cut that into its steps.
 
 The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on
 real tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further
@@ -26,6 +26,7 @@ from piper_compiler.capture.simplify import simplify
 from piper_compiler.capture.stepgraph import Joint
 from piper_compiler.capture.sums import fold_sums
 from piper_ir.errors import CaptureError
+from piper_ir.ops import KEEP_ALL
 from piper_ir.program import Signature, Step
 from piper_ir.sizes import TensorSpec
 from piper_ops import is_model_code
@@ -68,16 +69,22 @@ class TracedChunk:
     random: bool
 
 
-def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> TracedChunk:
-    """Return the steps of `module`, whose placeholders are `inputs`.
+def trace_chunk(
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], keep: str = KEEP_ALL
+) -> TracedChunk:
+    """Return the steps of `module`, whose placeholders are `inputs`, under a policy of recomputation.
 
     The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
     behind the module's outputs come those of the values that it changes in place, in the order of
     the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
     functional.
     """
-    joint = _trace(module, inputs, tangent_mask)
-    cut = phases.cut(joint)
+    return cut_chunk(trace_joint(module, inputs, tangent_mask), keep)
+
+
+def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
+    """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is."""
+    cut = phases.cut(joint, keep)
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for step, graph in cut.steps.items():
@@ -91,7 +98,8 @@ def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_ma
     return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random)
 
 
-def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
+def trace_joint(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
+    """Return the functional graph of a chunk's forward and backward; see `trace_chunk`."""
     constants = constants_of(module)
     wrapper = _Wrapper(module, constants, len(inputs), (), tangent_mask)
     raw = _export(wrapper, module, inputs, constants)

@@ -4,6 +4,9 @@ F runs the region's operations and keeps what autograd has recorded behind one p
 that autograd saved beyond inputs, parameters and outputs. I reads the inputs, parameters and outputs that autograd
 saved, so that they live until then. I makes all gradients; those of parameters go to W (`iw`), which adds them up.
 
+Under a policy of recomputation F keeps nothing, and R is the F that keeps. It makes outputs once more, which count in
+`saved0` where autograd saves them.
+
 Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, in the very form in which they will
 run for real. On a device for which torch takes other kernels they may differ.
 """
@@ -26,23 +29,32 @@ from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
 from piper_compiler.capture.kernels import listed
 from piper_ir.errors import CaptureError
+from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
-from piper_ops import backward_step, dtype_name, forward_step, kernel_of, storage_key
+from piper_ops import Returned, backward_step, dtype_name, forward_step, kernel_of, storage_key
 
 aten = torch.ops.aten
 
 
 def trace_opaque(
-    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], *, random: bool
+    module: fx.GraphModule,
+    inputs: Sequence[JointInput],
+    tangent_mask: Sequence[bool],
+    *,
+    random: bool,
+    keep: str = KEEP_ALL,
 ) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
+
+    Under a policy of recomputation that does not keep all, F keeps nothing, whatever else the policy names.
 
     Raises CaptureError for code that cannot be written as text (nested graphs), or cannot run on fake tensors.
     """
     constants = constants_of(module)
     body = _body(module, tuple(constants))
-    trial = _Trial(module, inputs, tuple(tangent_mask), constants)
+    again: Returned = "all" if keep.endswith(HANDS_ON) else "handle"
+    trial = _Trial(module, inputs, tuple(tangent_mask), constants, again=None if keep == KEEP_ALL else again)
     specs = [TensorSpec(tuple(i.example.shape), dtype_name(i.example.dtype)) for i in inputs]
     ports = {f"in{k}": spec for k, spec in enumerate(specs)}
     ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
@@ -57,7 +69,7 @@ def trace_opaque(
         ports |= {f"tan{k}": trial.outputs[k] for k, c in enumerate(comes) if c}
         handed = {k: f"iw{j}" for j, k in enumerate(params)}
         ports |= {f"gin{k}": specs[k] for k in values} | {port: specs[k] for k, port in handed.items()}
-        writes = (*writes, "saved0")
+        writes = writes if trial.again else (*writes, "saved0")
         reads = ("saved0", *(f"tan{k}" for k, c in enumerate(comes) if c), *trial.kept)
         made = tuple(handed.get(k, f"gin{k}") for k in trial.used)
         steps["I"] = Signature(reads, made, (), trial.backward.cost(), trial.backward.liveness())
@@ -71,8 +83,13 @@ def trace_opaque(
     steps = {"F": Signature(reads, writes, (), trial.forward.cost(), trial.forward.liveness()), **steps}
     wanted = [i.needs_grad for i in inputs]
     fixed = {f"constant{i}": value for i, value in enumerate(constants.values())}
-    source = f"# step F\n{body}\n\nstep = forward_step(body, {wanted}, {list(comes)}, [{', '.join(fixed)}])\n"
-    code = {"F": StepCode(source, fixed), **code}
+    source = f"{body}\n\nstep = forward_step(body, {wanted}, {list(comes)}, [{', '.join(fixed)}]"
+    whole = not (trial.again and trial.used)
+    code = {"F": StepCode(f"# step F\n{source})\n" if whole else f"# step F\n{source}, 'outputs')\n", fixed), **code}
+    if not whole:
+        made = (*writes, "saved0") if again == "all" else ("saved0",)
+        steps["R"] = Signature(reads, made, (), trial.repeated.cost(), trial.repeated.liveness())
+        code["R"] = StepCode(f"# step R\n{source}, {again!r})\n", fixed)
     grads = tuple(k in trial.used for k in range(len(inputs)))
     return TracedChunk(ports, steps, code, comes, grads, random)
 
@@ -180,16 +197,25 @@ class _Trial:
         outputs: their specs.
         tangents: whether the gradient of output k is used.
         used: indexes of the inputs that get a gradient.
-        saved: bytes that autograd keeps beside inputs and outputs.
+        again: what a second forward returns before the backward, so that F keeps nothing; None without one.
+        saved: bytes that autograd keeps beside inputs and outputs; where the forward runs again, the second outputs
+            count.
         kept: ports of inputs and outputs that it keeps too.
         forward: what was observed of F.
+        repeated: what was observed of R.
         backward: what was observed of I.
     """
 
     def __init__(
-        self, module: fx.GraphModule, inputs: Sequence[JointInput], mask: Sequence[bool], constants: Mapping[str, Tensor]
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[JointInput],
+        mask: Sequence[bool],
+        constants: Mapping[str, Tensor],
+        *,
+        again: Returned | None,
     ) -> None:
-        self._inputs, self._wanted = inputs, [i.needs_grad for i in inputs]
+        self._inputs, self._wanted, self.again = inputs, [i.needs_grad for i in inputs], again
         with _torch_joint.fake_mode(), torch.device("cpu"):
             self._given = [torch.empty(i.example.shape, dtype=i.example.dtype) for i in inputs]
             fixed = {n: torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
@@ -231,20 +257,27 @@ class _Trial:
             return t
 
         with torch.no_grad(), saved_tensors_hooks(pack, lambda t: t):
-            *results, _ = self._forward()
+            *results, _ = self._forward("all")
         keys = {storage_key(t) for t in saved}
         held = [w or storage_key(t) in keys for t, w in zip(self._given, self._wanted)]
-        return [f"in{k}" for k, h in enumerate(held) if h] + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
+        inputs = [f"in{k}" for k, h in enumerate(held) if h]
+        return inputs if self.again == "handle" else inputs + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
 
-    def _forward(self) -> list[Tensor]:
-        return list(forward_step(self._body, self._wanted, self.tangents)(list(self._given)))
+    def _forward(self, returns: Returned) -> list[Tensor]:
+        return list(forward_step(self._body, self._wanted, self.tangents, (), returns)(list(self._given)))
 
     def _measure(self, watch: _Watch) -> None:
-        self.forward = watch.begin()
-        made = self._forward()
+        again = self.again if self.used else None
+        self.forward = self.repeated = watch.begin()
+        made = self._forward("outputs" if again else "all")
         results = made[: len(self.tangents)]
         self.outputs = [TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for t in results]
-        self.saved = watch.live - sum(t.untyped_storage().nbytes() for t in results)
+        kept = list(results)
+        if again:
+            self.repeated = watch.begin()
+            made = self._forward(again)
+            kept += made[:-1]
+        self.saved = watch.live - sum(t.untyped_storage().nbytes() for t in kept)
         self.backward = _Observed()
         if self.used:
             tangents = [torch.empty_like(o) for o, c in zip(results, self.tangents) if c]

@@ -1,6 +1,7 @@
-"""Cut a joint graph into the steps F, I and W.
+"""Cut a joint graph into the steps F, I and W, and R where a policy of recomputation lets F keep less.
 
     F   ancestors of the outputs, and the forward nodes that backward needs ("saved")
+    R   the saved nodes that F does not keep, from inputs, outputs and what it keeps (`recompute`)
     I   ancestors of the gradients of values, among the nodes of backward
     W   the other ancestors of the gradients of parameters; only W accumulates
 
@@ -13,17 +14,19 @@ like any other node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import fx
 
 from piper_compiler.capture import _torch_joint, aliasing
-from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.closures import ancestors, close, is_random
+from piper_compiler.capture.recompute import keeps, made_again
 from piper_compiler.capture.stepgraph import Joint, StepBuilder, StepGraph, Storage, spec_of, whole
 from piper_ir.errors import CaptureError
+from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Step
 from piper_ir.sizes import TensorSpec
 
@@ -48,45 +51,15 @@ class ChunkSteps:
     random: bool
 
 
-@dataclass
-class _Plan:
-    """Say what one step computes.
-
-    Attributes:
-        body: nodes of the joint graph.
-        needs: nodes whose storages come from elsewhere.
-    """
-
-    body: set[fx.Node] = field(default_factory=set)
-    needs: set[fx.Node] = field(default_factory=set)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws random numbers, by its tag in torch."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and everything that they depend on."""
-    seen: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen
-
-
-def cut(joint: Joint) -> ChunkSteps:
-    """Return the three steps of a chunk, and the specs of its ports."""
+def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
+    """Return the steps of a chunk under a policy of recomputation, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = _backward(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}
     params = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "param"}
 
-    step_i = _close(values.values(), lambda n: n in backward or _repeatable(n, joint))
-    step_w = _close(
+    step_i = close(values.values(), lambda n: n in backward or _repeatable(n, joint))
+    step_w = close(
         params.values(), lambda n: (n in backward and aliasing.producer(n) not in step_i.body) or _repeatable(n, joint)
     )
     handed = sorted((n for n in step_w.needs if aliasing.producer(n) in step_i.body), key=rank.__getitem__)
@@ -109,7 +82,7 @@ def cut(joint: Joint) -> ChunkSteps:
     i.hand_over("iw", handed)
     w = build(step_w.body, placed | f.placed | i.placed)
     w.accumulate(params)
-    steps: dict[Step, StepGraph] = {"F": f.finish(), "I": i.finish(), "W": w.finish()}
+    steps: dict[Step, StepGraph] = {**_forward(joint, keep, f, body_f, placed), "I": i.finish(), "W": w.finish()}
 
     read = {port for step in steps.values() for port in step.reads}
     output_grads = tuple(f"tan{k}" in read for k in range(len(joint.outputs)))
@@ -119,6 +92,29 @@ def cut(joint: Joint) -> ChunkSteps:
     ports |= i.specs
     input_grads = tuple(k in values or k in params for k in range(len(joint.inputs)))
     return ChunkSteps(steps, ports, output_grads, input_grads, any(is_random(n) for n in body_f))
+
+
+def _forward(
+    joint: Joint, keep: str, keeping: StepBuilder, body: set[fx.Node], placed: Mapping[fx.Node, Storage]
+) -> dict[Step, StepGraph]:
+    """Return F and R, or F alone where the policy lets it keep all. `keeping` builds the F that does."""
+    policy, hands_on = keep.removesuffix(HANDS_ON), keep.endswith(HANDS_ON)
+    saved = {n: s for n, s in keeping.placed.items() if s.port.startswith("saved")}
+    dropped = {n: s for n, s in saved.items() if keep != KEEP_ALL and not keeps(policy, n)}
+    if not dropped:
+        return {"F": keeping.finish()}
+    rank = {n: i for i, n in enumerate(joint.graph.nodes)}
+    given = {n: s for n, s in keeping.placed.items() if n not in dropped and not (hands_on and s.port.startswith("out"))}
+    again = made_again([*dropped, *(joint.outputs if hands_on else ())], given, body, rank)
+    r = StepBuilder(joint, rank, again.body, {**placed, **given})
+    r.write((f"out{k}", n) for k, n in enumerate(joint.outputs if hands_on else ()))
+    r.write_again(dropped)
+    kept = {n: s for n, s in saved.items() if n not in dropped}
+    drawn = [n for n in body if is_random(n)]  # as without the policy, so that the same numbers are drawn
+    f = StepBuilder(joint, rank, {n for n in ancestors([*joint.outputs, *kept, *drawn]) if n in body}, placed)
+    f.write((f"out{k}", n) for k, n in enumerate(joint.outputs))
+    f.write_again(kept)
+    return {"F": f.finish(), "R": r.finish()}
 
 
 def _backward(joint: Joint) -> set[fx.Node]:
@@ -135,22 +131,6 @@ def _backward(joint: Joint) -> set[fx.Node]:
         if after or recorded == "backward" or (recorded is None and node.op == "call_function" and node not in outputs):
             backward.add(node)
     return backward
-
-
-def _close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> _Plan:
-    """Return the nodes to compute for `targets`, when only nodes for which `here` holds may be computed."""
-    plan = _Plan()
-    todo = list(targets)
-    while todo:
-        node = todo.pop()
-        if node in plan.body or node in plan.needs:
-            continue
-        if node.op == "call_function" and here(node):
-            plan.body.add(node)
-            todo += node.all_input_nodes
-        elif node.op != "get_attr":
-            plan.needs.add(node)
-    return plan
 
 
 def _repeatable(node: fx.Node, joint: Joint) -> bool:

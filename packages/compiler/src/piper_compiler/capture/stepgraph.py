@@ -131,6 +131,14 @@ class StepBuilder:
             self.specs[port] = spec_of(node, shape)
             self._results.append((port, node, "permuted" if dense else "copy"))
 
+    def write_again(self, storages: Mapping[fx.Node, Storage]) -> None:
+        """Write storages under the ports, and in the form, in which another step hands them over."""
+        for node, storage in storages.items():
+            dense = aliasing.fills_storage(aliasing.tensor(node))
+            self.placed[node] = storage
+            self.specs[storage.port] = spec_of(node, storage.shape)
+            self._results.append((storage.port, node, "permuted" if dense else "copy"))
+
     def _place(self, port: str, node: fx.Node) -> tuple[int, ...]:
         value = aliasing.tensor(node)
         order = aliasing.dense_order(value)

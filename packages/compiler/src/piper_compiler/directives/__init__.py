@@ -12,6 +12,8 @@ from piper_compiler.directives.order import Overlap as overlap
 from piper_compiler.directives.partition import Boundaries, chunk_layers, layers_of, stage_of_layers
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
+from piper_compiler.directives.recompute import Recompute as recompute
+from piper_compiler.directives.recompute import policies_of
 from piper_compiler.directives.replicate import Replicate as replicate
 from piper_compiler.directives.split import Split as split
 from piper_compiler.directives.split import split_all
@@ -35,6 +37,8 @@ __all__ = [
     "overlap",
     "partition",
     "place",
+    "policies_of",
+    "recompute",
     "replicate",
     "site_field",
     "split",

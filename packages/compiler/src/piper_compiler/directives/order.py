@@ -214,13 +214,16 @@ class Order:
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:
     """Return whether a selection without matches asks for a phase that its region cannot have.
 
-    A region that trains nothing has no B, I or W; a split backward may consist of I alone or of W alone.
+    A region that trains nothing has no B, I or W; a split backward may consist of I alone or of W alone. There is an R
+    only where a recompute directive asks for it as a node.
     """
     terms = dict(selection.terms)
     phase = terms.pop("phase", None)
-    if phase not in ("B", "I", "W"):
+    if phase not in ("B", "R", "I", "W"):
         return False
-    there = {n.coords["phase"] for n in graph.find(Where(tuple(terms.items())))}
+    there = {n.coords["phase"] for n in graph.find(Where(tuple(terms.items())))} - {"R"}
+    if phase == "R":
+        return bool(there)
     return there == {"F"} or (phase != "B" and there in ({"F", "I"}, {"F", "W"}))
 
 

@@ -117,7 +117,7 @@ class Place:
         by_phase: dict[str, list[Node]] = {}
         for node, phase in with_sums(graph, graph.pick(self.selection)):
             edit.update(on_role(node, role))
-            by_phase.setdefault("B" if phase == "I" else phase, []).append(on_role(node, role))
+            by_phase.setdefault("B" if phase in ("R", "I") else phase, []).append(on_role(node, role))
         for nodes in by_phase.values():
             _connect(edit, nodes)
         return edit.done()
@@ -125,7 +125,7 @@ class Place:
 
 def _other_phases(graph: Graph, node: Node) -> Iterator[Node]:
     """Yield the nodes of the other phases of a node's chunk, in its microbatches."""
-    for phase in ("F", "B", "I", "W"):
+    for phase in ("F", "B", "R", "I", "W"):
         if phase != node.coords["phase"]:
             for other in graph.compute(str(node.coords["chunk"]), phase):
                 shared = common(other.mbs, node.mbs)

@@ -5,7 +5,8 @@
 
 I takes the gradient that comes from later stages and makes the one for earlier stages. W adds into the parameters'
 gradients and may run any time later. From I to W a chunk keeps only what W needs. A backward that trains nothing
-becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone.
+becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone. Where a policy of recomputation is
+at work, R goes with the first of them.
 
 Legality
  1. Backwards are selected (a selection without `phase` may hold forwards, too), unless all its chunks are frozen.
@@ -23,7 +24,7 @@ from piper_compiler.directives.decided import Decided
 from piper_compiler.ports import BACKWARD, port_value, signatures, value_reads, value_writes
 from piper_ir.graph import At, Coord, Graph, Node
 from piper_ir.graph_parts import compute_id
-from piper_ir.ops import Add, Compute
+from piper_ir.ops import Add, Compute, Op
 from piper_ir.program import Chunk
 from piper_ir.select import Where
 
@@ -65,14 +66,15 @@ class SplitBackward:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        makers: dict[str, _Parts] = {}
+        makers: dict[Op, _Parts] = {}
         for node in graph.pick(self.selection):
             if node.coords["phase"] != "B":
                 continue
-            chunk = str(node.coords["chunk"])
-            if chunk not in makers:
-                makers[chunk] = _Parts(graph.program.chunk(chunk))
-            parts = makers[chunk].of(node)
+            op = node.op
+            assert isinstance(op, Compute), "B is a step of a chunk"
+            if op not in makers:
+                makers[op] = _Parts(graph.program.chunk(op.variant), op.apart)
+            parts = makers[op].of(node)
             edit.remove((node,))
             for part in parts:
                 edit.add(part)
@@ -84,16 +86,16 @@ class SplitBackward:
 
 
 class _Parts:
-    """Make the nodes that replace the backwards of a chunk; they share the ops."""
+    """Make the nodes that replace the backwards of a chunk, or of a variant; they share the ops."""
 
-    def __init__(self, chunk: Chunk) -> None:
-        self.reads = value_reads(chunk, "B")
+    def __init__(self, chunk: Chunk, apart: bool) -> None:
+        self.reads = value_reads(chunk, "B", apart)
         self.steps = []
         for step in BACKWARD:
             if signatures(chunk, step):
-                reads = tuple((p, port_value(chunk, p)) for p in value_reads(chunk, step))
-                writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
-                self.steps.append((compute_id(chunk.id, step), Compute(chunk.id, step), reads, writes))
+                reads = tuple((p, port_value(chunk, p)) for p in value_reads(chunk, step, apart))
+                writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step, apart))
+                self.steps.append((compute_id(chunk.id, step), Compute(chunk.id, step, chunk.keep, apart), reads, writes))
 
     def of(self, node: Node) -> tuple[Node, ...]:
         """Return the nodes for a backward; they read what it read, which may be copies that `place` made."""

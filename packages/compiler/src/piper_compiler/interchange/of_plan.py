@@ -2,7 +2,7 @@
 
 I and W of one stage and microbatch in one instruction are a B. A backward that has only one of them is a B, too: an
 embedding passes no gradient on, and a stage may have no parameters. A forward whose instructions alternate with those
-of a backward forms an overlapped pair with it.
+of a backward forms an overlapped pair with it. Recomputation at the beginning of a backward is part of it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Row:
         for instr in self.role.program:
             here: _BackwardSteps = {}
             for part in instr.parts:
-                if isinstance(part.op, Compute) and part.op.step != "F":
+                if isinstance(part.op, Compute) and part.op.step not in ("F", "R"):
                     here.setdefault((self.stages[part.op.chunk], part.mb), set()).add(part.op.step)
             for key, found in here.items():
                 steps.setdefault(key, set()).update(found)
@@ -92,8 +92,10 @@ class _Row:
     def _actions(self, instr: Instr, backward: dict[tuple[int, int], bool]) -> list[Action]:
         """Return what an instruction computes, stage after stage; the two of an overlapped pair occur twice each."""
         found: dict[Action, None] = {}
+        if {part.op.step for part in instr.parts if isinstance(part.op, Compute)} == {"R"}:
+            raise FormatError(f"{instr.name} is recomputation alone, which the format cannot say; use recompute without apart")
         for part in instr.parts:
-            if isinstance(part.op, Compute) and part.op.step != "B":
+            if isinstance(part.op, Compute) and part.op.step != "B" and part.op.step != "R":
                 stage, step = self.stages[part.op.chunk], part.op.step
                 phase: ActionPhase = "B" if step != "F" and backward[stage, part.mb] else step
                 found[Action(stage, phase, part.mb)] = None

@@ -8,6 +8,7 @@ from typing import Literal
 from piper_compiler.request import CompileRequest, Training
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds
+from piper_ir.ops import KEEP_ALL, Compute
 from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -30,7 +31,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
         tuple(graph.channels.values()),
         tuple(graph.buckets.values()),
         Values(TableKinds(programs)),
-        tuple(chunks.values()),
+        tuple([c for c in chunks.values() if c.keep == KEEP_ALL]),
         program.params,
         program.buffers,
         tuple(replace(b, spec=b.spec.bind(rows)) for b in program.batch),
@@ -39,6 +40,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
         options.recv_ahead,
         training.tokens_per_row,
         options.device,
+        variants=tuple([c for c in chunks.values() if c.keep != KEEP_ALL]),
     )
 
 
@@ -51,12 +53,17 @@ def role_plan(graph: Graph, role: str, program: InstrTable, held: tuple[State, .
 
 
 def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
-    """Return the chunks by id, with int sizes and the coordinates that directives added."""
+    """Return the chunks by name, with int sizes and the coordinates that directives added.
+
+    Variants follow on the chunks of the program, as far as nodes run them.
+    """
+    used = {n.op.variant for n in graph.sequence if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL}
+    variants = [c for c in graph.program.bound_variants(rows) if c.variant in used] if used else []
     out = {}
-    for chunk in graph.program.bound(rows):
+    for chunk in (*graph.program.bound(rows), *variants):
         node = graph.compute(chunk.id, "F")[0]
         coords = {k: v for k, v in node.coords.items() if k not in ("chunk", "phase", "op", "mb") and isinstance(v, int)}
-        out[chunk.id] = replace(chunk, coords=coords)
+        out[chunk.variant] = replace(chunk, coords=coords)
     return out
 
 

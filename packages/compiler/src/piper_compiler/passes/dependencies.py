@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from piper_compiler.passes.arrays import Ints, int_array
+from piper_compiler.passes.recomputation import late_recomputation, ordered_late
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import At, Graph, Node
@@ -77,13 +78,14 @@ def dependencies(graph: Graph) -> Dependencies:
     of: list[int] = np.repeat(np.arange(len(nodes)), int_array([len(node.each) for node in nodes])).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
-    pairs = found.pairs(graph.order_edges)
+    edges = ordered_late(graph, found.late) if found.late else graph.order_edges
+    pairs = found.pairs(edges)
     source, target = found.columns(pairs)
     joined: dict[int, tuple[int, ...]] = {}
     if graph.overlaps:
         source, target, joined = _join(source, target, [tuple(map(found.number, span)) for span in spans(graph)])
     written = len(graph.log)
-    asked = [pair for pair, applied in zip(pairs, graph.order_edges.values(), strict=True) if applied < written]
+    asked = [pair for pair, applied in zip(pairs, edges.values(), strict=True) if applied < written]
     ordered = set(chain.from_iterable(asked))
     ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
     adds = {key: np.concatenate([found.numbers(k) for k in mine]) for key, mine in found.accumulators.items()}
@@ -128,6 +130,10 @@ def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple
     return source[order], target[order], out
 
 
+_EARLIER = {"B": ("R", "F"), "R": ("F",), "I": ("R", "F"), "W": ("I", "R", "F")}
+"""The steps of a chunk that each step follows, of which the first that there is counts."""
+
+
 class _Edges:
     """Find the edges between the nodes of a graph.
 
@@ -143,6 +149,7 @@ class _Edges:
         self.bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
         self.accumulators = _accumulators(graph, self.nodes, self.bucket_of)
         self.states = _StateEdges(self.nodes, self.accumulators)
+        self.late = late_recomputation(graph)
         self.links = [self._links(node) for node in self.nodes]
 
     def number(self, at: At) -> int:
@@ -206,13 +213,21 @@ class _Edges:
         """Return the nodes of an id that share a microbatch with a node."""
         return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
 
+    def _late(self, node: Node, op: Compute) -> list[int]:
+        """Return what a late R waits for with its backward."""
+        backward = self.late.get(node.id, ())
+        links = [j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])]
+        return [j for j in links if self.nodes[j].coords.get("phase") != "R"]  # not the R of its own group
+
     def _states(self, k: int, node: Node) -> list[int]:
         op = node.op
         if isinstance(op, Compute):
             if op.step == "F":
                 return self._gathers(node, op)
-            own = self._with(node, compute_id(op.chunk, "I")) if op.step == "W" else []
-            return own or self._with(node, compute_id(op.chunk, "F"))  # also a backward that reads nothing of its forward
+            # The step before it, also where it reads nothing of that.
+            found = (self._with(node, compute_id(op.chunk, step)) for step in _EARLIER[op.step])
+            own = next(filter(None, found), [])
+            return [*own, *self._late(node, op)] if op.step == "R" else own
         return [] if isinstance(op, Send | Recv) else self.states.of(k, node)
 
     def _gathers(self, node: Node, op: Compute) -> list[int]:

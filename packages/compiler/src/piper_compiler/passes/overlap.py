@@ -45,8 +45,8 @@ def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[t
     total = 0.0
     for node, mb in span:
         if isinstance(node.op, Compute):
-            chunk = chunks[node.op.chunk]
-            steps = steps_of(chunk, node.op.step)
+            chunk = chunks[node.op.variant]
+            steps = steps_of(chunk, node.op.step, node.op.apart)
             total += sum(chunk_seconds(chunk, s) for s in steps)
             (forwards if node.op.step == "F" else backwards).append((chunk, mb, steps))
     if not program.overlap or len(forwards) != 1 or not _whole(backwards):

@@ -1,7 +1,8 @@
 """Turn nodes into parts: B becomes I and W, and batch tensors and the loss get their sources.
 
-A batch tensor gets a Load and the loss its Seed at their first reader on a role. Parts are made once for all
-microbatches: their values are numbers of microbatch 0 (see `piper_ir.instr_table`).
+Under a policy of recomputation R comes before I, or before W without I, unless it is a node of its own. A batch tensor
+gets a Load and the loss its Seed at their first reader on a role. Parts are made once for all microbatches: their
+values are numbers of microbatch 0 (see `piper_ir.instr_table`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from piper_ir.sizes import TensorSpec, bind
 ValueSpec = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
-LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": BACKWARD, "I": ("W",), "W": ()}
+LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": ("R", *BACKWARD), "R": BACKWARD, "I": ("W",), "W": ()}
 """The steps of a chunk that follow each of its steps."""
 
 
@@ -116,7 +117,7 @@ class PartMaker:
         """Return a part with the values that it uses in place of states which ranks share."""
         op = made.part.op
         assert isinstance(op, Compute) and op.step != "B"
-        chunk = self.chunks[op.chunk]
+        chunk = self.chunks[op.variant]
         sig = chunk.steps[op.step]
         read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
         used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}
@@ -131,8 +132,8 @@ class PartMaker:
         return self.seconds.transfer(bind(spec.nbytes, 0))
 
     def _compute(self, node: Node, op: Compute) -> list[Made]:
-        chunk = self.chunks[op.chunk]
-        key = (op.step, id(chunk.ports), *map(id, chunk.steps.values()), *[i.kind for i in chunk.inputs])
+        chunk = self.chunks[op.variant]
+        key = (op.step, op.apart, id(chunk.ports), *map(id, chunk.steps.values()), *[i.kind for i in chunk.inputs])
         shape = self.shapes.get(key)
         if shape is None:
             shape = self.shapes[key] = _shape(chunk, op)
@@ -143,7 +144,7 @@ class PartMaker:
         own = set(ids[len(given) :])
         out = []
         for step, read, written, dying in shape.steps:
-            part = PartTemplate(compute_id(chunk.id, step), "", Compute(chunk.id, step), read(ids), written(ids))
+            part = PartTemplate(compute_id(chunk.id, step), "", Compute(chunk.id, step, chunk.keep), read(ids), written(ids))
             reads, writes = (tuple([v for v in vs if v not in own]) for vs in (part.reads, part.writes))
             out.append(Made(part, reads, writes, tuple(dict.fromkeys(v for v in dying(ids) if v in own))))
         return out
@@ -183,8 +184,8 @@ _UNKNOWN: ValueSpec = (TensorSpec((), "uint8"), "activation")
 
 
 def _shape(chunk: Chunk, op: Compute) -> _Shape:
-    present = steps_of(chunk, op.step)
-    given = [*value_reads(chunk, op.step), *value_writes(chunk, op.step)]
+    present = steps_of(chunk, op.step, op.apart)
+    given = [*value_reads(chunk, op.step, op.apart), *value_writes(chunk, op.step, op.apart)]
     known = [*given, *kept(chunk)]
     inner = tuple(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
     at = {port: k for k, port in enumerate((*known, *inner))}
@@ -192,7 +193,7 @@ def _shape(chunk: Chunk, op: Compute) -> _Shape:
     for step in present:
         sig = chunk.steps[step]
         read = [p for p in sig.reads if not is_state(chunk, p)]
-        later = {p for s in LATER[step] for more in signatures(chunk, s) for p in more.reads}
+        later = {p for s in LATER[step] for more in signatures(chunk, s, apart=True) for p in more.reads}
         dying = [p for p in dict.fromkeys((*read, *sig.writes)) if p not in later]
         reads, writes, gone = (_pick([at[p] for p in ports]) for ports in (read, sig.writes, dying))
         steps.append((step, reads, writes, gone))

@@ -80,16 +80,16 @@ class _Uses:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._home = {p: b for b in graph.buckets.values() for p in b.params}
-        self._known: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._known: dict[tuple[str, str, bool], tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def of(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the buckets read and added to."""
         if not isinstance(op, Compute):
             return (), ()
-        key = op.chunk, op.step
+        key = op.variant, op.step, op.apart
         if key not in self._known:
-            chunk = self._graph.program.chunk(op.chunk)
-            sigs = signatures(chunk, op.step)
+            chunk = self._graph.program.chunk(op.variant)
+            sigs = signatures(chunk, op.step, op.apart)
             read = [b.id for sig in sigs for b in self._read(chunk, sig) if b.shard.params]
             added = [self._home[chunk.inputs[k].ref].id for sig in sigs for k in sig.accumulates]
             self._known[key] = tuple(dict.fromkeys(read)), tuple(dict.fromkeys(b for b in added if self._shared(b)))

@@ -299,7 +299,7 @@ def node_seconds(
         if isinstance(op, Compute):
             seconds = steps.get(id(op))
             if seconds is None:
-                seconds = steps[id(op)] = sum([known.step(op.chunk, s) for s in steps_of(bound[op.chunk], op.step)])
+                seconds = steps[id(op)] = sum([known.step(op.variant, s) for s in steps_of(bound[op.variant], op.step, op.apart)])
         elif isinstance(op, Recv):
             spec = graph.values[node.writes[0]].spec
             seconds = sizes.get(id(spec))

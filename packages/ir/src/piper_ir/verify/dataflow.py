@@ -156,10 +156,10 @@ class _Dataflow:
 
     def _ports(self, op: Compute) -> tuple[list[_Asked], list[Term | None], list[Term]]:
         """Return what a step reads, the term of each read that asks for one alone, and the terms that it writes."""
-        key = (op.chunk, op.step)
+        key = (op.variant, op.step)
         found = self._asked.get(key)
         if found is None:
-            chunk = self._plan.chunk(op.chunk)
+            chunk = self._plan.chunk(op.variant)
             sig = chunk.steps[op.step]  # type: ignore[index]  # R07 refuses B
             asks = [self._ask(chunk, p) for p in sig.reads if not is_state(chunk, p)]
             found = self._asked[key] = asks, [asked.only for asked in asks], [(op.chunk, port) for port in sig.writes]

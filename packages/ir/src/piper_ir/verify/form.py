@@ -14,6 +14,7 @@ from piper_ir.collectives import COLLECTIVES
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import (
     COMM,
+    KEEP_ALL,
     Add,
     Collective,
     Comm,
@@ -29,7 +30,7 @@ from piper_ir.ops import (
     Update,
     Zeros,
     op_name,
-)  # fmt: skip
+)
 from piper_ir.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -101,6 +102,7 @@ def _ids(findings: Findings) -> None:
         "channel": (c.id for c in plan.channels),
         "bucket": (b.id for b in plan.buckets),
         "chunk": (c.id for c in plan.chunks),
+        "variant": (v.variant for v in plan.variants),
         "parameter": (p.name for p in plan.params),
         "buffer": (b.name for b in plan.buffers),
         "batch tensor": (b.name for b in plan.batch),
@@ -134,8 +136,13 @@ def _chunks(findings: Findings) -> None:
     known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
     known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
     known |= {("batch", b.name) for b in plan.batch}
-    for chunk in plan.chunks:
-        where = f"chunk {chunk.id}"
+    ids = {c.id for c in plan.chunks}
+    for name in [c.variant for c in plan.chunks if c.keep != KEEP_ALL]:
+        findings.add("R06-names", f"{name} stands among the chunks, which keep all; it belongs to the variants")
+    for name in [v.variant for v in plan.variants if v.keep == KEEP_ALL or v.id not in ids]:
+        findings.add("R06-names", f"the variant {name} is under no policy, or of no chunk of the plan")
+    for chunk in (*plan.chunks, *plan.variants):
+        where = f"chunk {chunk.variant}"
         for k, entry in enumerate(chunk.inputs):
             if (entry.kind, entry.ref) not in known:
                 findings.add("R06-names", f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have")
@@ -246,9 +253,9 @@ class _Names:
 
 def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
     match op:
-        case Compute(chunk=chunk):
-            if chunk not in plan._chunks:
-                yield f"chunk {chunk}"
+        case Compute():
+            if op.variant not in plan._chunks:
+                yield f"chunk {op.variant}"
         case Load(tensor=tensor):
             if all(tensor != b.name for b in plan.batch):
                 yield f"batch tensor {tensor}"

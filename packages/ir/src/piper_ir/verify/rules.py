@@ -46,6 +46,7 @@ RULES: dict[str, str] = {
     "R31-gathered": "who reads a parameter that ranks share holds a value gathered from its bucket, or follows its gather",
     "R32-contributions": "who adds to gradients that ranks share adds to one buffer, which is scattered after the last who adds, "
     "and folded once",
+    "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of the two writes each saved port",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

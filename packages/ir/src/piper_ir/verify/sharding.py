@@ -64,17 +64,17 @@ class _Asked:
     def __init__(self, plan: Plan) -> None:
         home = {p: b for b in plan.buckets for p in b.params}
         self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
-        for chunk in plan.chunks if any(b.shard.grads for b in plan.buckets) else ():
+        for chunk in (*plan.chunks, *plan.variants) if any(b.shard.grads for b in plan.buckets) else ():
             for step, sig in chunk.steps.items():
                 ports = [chunk.inputs[int(p[2:])] for p in sig.reads if p.startswith("in")]
                 reads = {home[i.ref].id for i in ports if i.kind == "param" and i.ref in home and home[i.ref].shard.params}
                 adds = {chunk.inputs[k].ref for k in sig.accumulates}
                 added = {home[p].id for p in adds if p in home and home[p].shard.grads}
-                self._steps[chunk.id, step] = reads, added
+                self._steps[chunk.variant, step] = reads, added
 
     def of(self, op: Compute) -> tuple[set[str], set[str]]:
         """Return the buckets to read and to add to."""
-        return self._steps.get((op.chunk, op.step), (set(), set()))
+        return self._steps.get((op.variant, op.step), (set(), set()))
 
 
 @dataclass(slots=True)

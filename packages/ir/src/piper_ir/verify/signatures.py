@@ -28,8 +28,8 @@ class Signatures:
         if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
             yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
         if isinstance(part.op, Compute):
-            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.chunk).steps:
-                steps = ", ".join(self._plan.chunk(part.op.chunk).steps)
+            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.variant).steps:
+                steps = ", ".join(self._plan.chunk(part.op.variant).steps)
                 yield f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
                 return
             reads, writes = self._step(part.op)
@@ -53,9 +53,9 @@ class Signatures:
                     yield f"it {verb} {value}, a {actual}; {spec} is expected"
 
     def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        key = (op.chunk, op.step)
+        key = (op.variant, op.step)
         if key not in self._steps:
-            chunk = self._plan.chunk(op.chunk)
+            chunk = self._plan.chunk(op.variant)
             assert op.step != "B"
             sig = chunk.steps[op.step]
             reads = [port_spec(chunk, p) for p in sig.reads if not is_state(chunk, p)]

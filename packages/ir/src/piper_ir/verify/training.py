@@ -8,14 +8,14 @@ from itertools import product
 from math import isclose
 
 from piper_ir.collectives import law_of
-from piper_ir.ops import Collective, Compute, Fold, Seed, SquaredNorm, Update
+from piper_ir.ops import KEEP_ALL, Collective, Compute, Fold, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import HappensBefore, UsePosition
 
-STEPS: tuple[Step, ...] = ("F", "I", "W")
+STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
 ALIGNMENT = 256
 """The multiple of bytes at which CUDA's allocator and vectorised kernels assume that a tensor starts."""
 
@@ -25,11 +25,14 @@ _RolePosition = tuple[RolePlan, UsePosition]
 def check_steps(findings: Findings) -> None:
     """Check R21, and the parts of R26 on how loss gradients start and updates are weighted."""
     plan = findings.plan
+    variants: dict[tuple[str, int], str] = {}
     ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
     for role, place, part in _parts(plan):
         op = part.op
         if isinstance(op, Compute):
             ran.setdefault((op.chunk, part.mb, op.step), []).append((role, place))
+            if op.keep != KEEP_ALL:
+                variants[op.chunk, part.mb] = op.variant
         elif isinstance(part.op, Seed):
             expected = 1.0 if plan.loss_kind == "sum" else 1 / (plan.microbatches * plan.replicas)
             if not isclose(part.op.value, expected, rel_tol=1e-12):
@@ -43,12 +46,12 @@ def check_steps(findings: Findings) -> None:
         return
     _check_buffers(findings, ran)
     for chunk in plan.chunks:
-        wanted = [s for s in STEPS if s in chunk.steps]
         for mb in range(plan.microbatches):
             before: _RolePosition | None = None
-            for step in wanted:
+            steps = plan.chunk(variants.get((chunk.id, mb), chunk.id)).steps
+            for step in STEPS:
                 runs = ran.get((chunk.id, mb, step), [])
-                times = 0 if chunk.steps[step].empty else 1
+                times = 0 if step not in steps or steps[step].empty else 1
                 if len(runs) != times:
                     roles = f" (on {', '.join(role.role for role, _ in runs)})" if runs else ""
                     findings.add(
@@ -223,18 +226,18 @@ class _Touched:
     def __init__(self, plan: Plan) -> None:
         self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
         home = {p: b.id for b in plan.buckets for p in b.params}
-        for chunk in plan.chunks:
+        for chunk in (*plan.chunks, *plan.variants):
             for step, sig in chunk.steps.items():
                 ports = [int(p[2:]) for p in sig.reads if p.startswith("in")]
                 refs = [chunk.inputs[k].ref for k in ports if chunk.inputs[k].kind == "param"]
                 added = {home[chunk.inputs[k].ref] for k in sig.accumulates if chunk.inputs[k].ref in home}
-                self._steps[chunk.id, step] = added | {home[r] for r in refs if r in home}, added
+                self._steps[chunk.variant, step] = added | {home[r] for r in refs if r in home}, added
 
     def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
         """Add a part's accesses to the uses of the buckets."""
         match part.op:
-            case Compute(chunk=chunk, step=step):
-                used, added = self._steps[chunk, step]
+            case Compute() as op:
+                used, added = self._steps[op.variant, op.step]
                 for b in used:
                     uses[b].uses.append(place)
                 for b in added:

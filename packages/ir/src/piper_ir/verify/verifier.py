@@ -13,6 +13,7 @@ from piper_ir.plan import Plan
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.form import check_instructions, check_tables
+from piper_ir.verify.recomputation import check_recomputation
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 from piper_ir.verify.sharding import check_sharded_use, check_shards
@@ -50,7 +51,7 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def _check_use(findings: Findings) -> None:
-    """Check R11 to R27 and R29 to R32."""
+    """Check R11 to R27 and R29 to R33."""
     orders = {role.role: HappensBefore(role) for role in findings.plan.roles}
     check_values(findings, orders)
     met = meetings(findings)
@@ -59,6 +60,7 @@ def _check_use(findings: Findings) -> None:
     events = Events(findings.plan, met)
     order = run(findings, events)
     check_steps(findings)
+    check_recomputation(findings)
     check_layout(findings)
     check_shards(findings)
     if not findings.violations:

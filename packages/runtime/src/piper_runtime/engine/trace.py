@@ -103,5 +103,5 @@ class _Sizes:
     def _step_flops(self, op: Compute) -> int:
         if op not in self._flops:
             assert op.step != "B"
-            self._flops[op] = self._plan.chunk(op.chunk).steps[op.step].cost.flops
+            self._flops[op] = self._plan.chunk(op.variant).steps[op.step].cost.flops
         return self._flops[op]

@@ -269,7 +269,8 @@ def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | Non
 
 def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
     if isinstance(part.op, Compute):
-        return bound.plan.chunk(part.op.chunk).code, part.op.step, bound.plan.rows
+        assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+        return bound.plan.chunk(part.op.variant).cost_code(part.op.step), part.op.step, bound.plan.rows
     return "", type(part.op).__name__, traffic.memory_bytes(bound.role, part)
 
 

@@ -96,7 +96,7 @@ def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:
     for instr in role.program:
         for part in instr.parts:
             if isinstance(part.op, Compute):
-                key = (plan.chunk(part.op.chunk).code, part.op.step)
+                key = (plan.chunk(part.op.variant).code, part.op.step)
                 if key not in seen:
                     seen.add(key)
                     yield key

@@ -281,7 +281,7 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
 
 def _compute(part: Part, rank: RankState) -> Thunk:
     assert isinstance(part.op, Compute) and part.op.step != "B", f"{part.node}: a plan holds I and W parts, never B"
-    chunk, step = rank.plan.chunk(part.op.chunk), part.op.step
+    chunk, step = rank.plan.chunk(part.op.variant), part.op.step
     signature = chunk.steps[step]
     function = rank.steps(chunk.code, step)
     values = rank.store.values
@@ -311,6 +311,8 @@ def _compute(part: Part, rank: RankState) -> Thunk:
     run: Thunk = compute
     if step == "F":
         run = _forward(run, part, chunk, rank)
+    elif step == "R" and chunk.random:
+        run = _seeded(run, part, chunk, rank)  # as its forward, so that it draws the same numbers
     return _then_free(run, after, rank) if after else run
 
 

@@ -19,7 +19,7 @@ from piper_ir.errors import ClusterError
 from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
-from piper_ir.program import Step
+from piper_ir.program import Chunk, Step
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
@@ -191,9 +191,11 @@ class DeviceModel(CostModel):
 
     def _step(self, op: Compute, kind: int) -> Work:
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-        chunk = self.plan.chunk(op.chunk)
+        chunk = self.plan.chunk(op.variant)
         cost = chunk.steps[op.step].cost
-        known = self._known[kind].of_compute(op.chunk, op.step, chunk.code, self.plan.rows)
+        known = self._known[kind].of_compute(op.chunk, op.step, chunk.cost_code(op.step), self.plan.rows)
+        if known is None and op.step == "R":
+            known = self._as_forward(chunk, kind)
         if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
         if known is not None:
@@ -207,6 +209,14 @@ class DeviceModel(CostModel):
         took, flops, guessed = self._took[key]
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
+
+    def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
+        """Return the duration of R where that of F is known: it is to F's as computed durations are."""
+        known, device = self._known[kind].of_compute(chunk.id, "F", chunk.cost_code("F"), self.plan.rows), self._devices[kind]
+        if known is None or device is None:
+            return None
+        forward, again = (step_took(device, chunk.steps[s].cost, s).seconds for s in ("F", "R"))
+        return Duration(known.seconds * again / forward, "interpolated") if forward else None
 
     def _need(self, what: str, kind: int) -> Device:
         device = self._devices[kind]

@@ -60,7 +60,7 @@ def step_took(device: Device, cost: Cost, step: Step) -> Took:
     """Return the duration of one step of a chunk, with its sources."""
     parts: dict[How, float] = {}
     for kernel in cost.kernels:
-        found = kernel_seconds(device, kernel, backward=step != "F")
+        found = kernel_seconds(device, kernel, backward=step not in ("F", "R"))
         parts[found.how] = parts.get(found.how, 0.0) + kernel.count * found.seconds
     seconds = launched(device, sum(parts.values()), launch_count(device, cost))
     least: How = max(parts, key=[*SOURCES].index, default="formula")

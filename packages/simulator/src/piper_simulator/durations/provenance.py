@@ -40,7 +40,7 @@ class Provenance:
 
     def looked_up(self, chunk: Chunk, step: Step) -> None:
         """Record that the duration of a step came from the costs."""
-        rows, measured = self._plan.rows, self._costs.rows_of(chunk.code, step)
+        rows, measured = self._plan.rows, self._costs.rows_of(chunk.cost_code(step), step)
         if measured and not measured[0] <= rows <= measured[-1] and chunk.id not in self._costs.compute:
             self._beyond[f"{rows} rows (measured {measured[0]} to {measured[-1]})"] = None
 
@@ -53,7 +53,7 @@ class Provenance:
         for how, seconds in parts.items():
             self._kernels[how] += seconds
         self._dtypes.update(dict.fromkeys(guessed))
-        (self._far if self._costs.rows_of(chunk.code, step) else self._unknown)[chunk.id] = None
+        (self._far if self._costs.rows_of(chunk.cost_code(step), step) else self._unknown)[chunk.id] = None
 
     def computed(self) -> None:
         """Record that the duration of another op was computed."""

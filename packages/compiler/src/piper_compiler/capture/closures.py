@@ -1,0 +1,57 @@
+"""Find which nodes of a joint graph a step computes, and which it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from piper_compiler.capture._torch_joint import OpOverload
+
+
+@dataclass
+class Closure:
+    """Say what one step computes.
+
+    Attributes:
+        body: nodes of the joint graph.
+        needs: nodes whose storages come from elsewhere.
+    """
+
+    body: set[fx.Node] = field(default_factory=set)
+    needs: set[fx.Node] = field(default_factory=set)
+
+
+def close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> Closure:
+    """Return the nodes to compute for `targets`, when only nodes for which `here` holds may be computed."""
+    found = Closure()
+    todo = list(targets)
+    while todo:
+        node = todo.pop()
+        if node in found.body or node in found.needs:
+            continue
+        if node.op == "call_function" and here(node):
+            found.body.add(node)
+            todo += node.all_input_nodes
+        elif node.op != "get_attr":
+            found.needs.add(node)
+    return found
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return `nodes` and everything that they depend on."""
+    seen: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return seen
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws random numbers, by its tag in torch."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

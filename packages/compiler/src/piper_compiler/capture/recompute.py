@@ -1,0 +1,53 @@
+"""Decide which tensors F keeps under a policy of recomputation, and what R makes again of the others.
+
+Of the tensors that backward needs, F keeps those that the policy names:
+
+    all          every one: nothing is made again
+    products     results of matrix products and of attention
+    attention    results of attention
+    inputs       none: R runs the forward again from the inputs
+    mm+softmax   results of these ops
+
+R makes the others, from inputs, from what is kept and from outputs. With a "!" behind the policy it makes the outputs
+again as well, so that they need not be kept for the R of a later chunk. It draws random numbers in the state in which F
+began. So it draws all that F draws before the last numbers that it needs, in F's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import fx
+
+from piper_compiler.capture import aliasing
+from piper_compiler.capture.closures import Closure, close, is_random
+from piper_ops import kernel_of
+
+POLICIES: Mapping[str, frozenset[str]] = {
+    "products": frozenset({"matmul", "attention"}),
+    "attention": frozenset({"attention"}),
+    "inputs": frozenset(),
+}
+"""The kinds of kernels whose results each policy keeps."""
+
+
+def keeps(policy: str, node: fx.Node) -> bool:
+    """Return whether F keeps a tensor that backward needs."""
+    kernel = aliasing.asked(kernel_of, aliasing.producer(node))
+    kinds = POLICIES.get(policy)
+    return kernel.op in policy.split("+") if kinds is None else kernel.kind in kinds
+
+
+def made_again(
+    wanted: Iterable[fx.Node], given: Collection[fx.Node], forward: Iterable[fx.Node], rank: Mapping[fx.Node, int]
+) -> Closure:
+    """Return what R computes for `wanted`, and what it reads.
+
+    `given` are nodes of the forward that R need not compute. Of the random ops of the `forward` it computes all that
+    stand before the last one that it needs.
+    """
+    targets = list(wanted)
+    random = [n for n in forward if is_random(n)]
+    needed = close(targets, lambda n: n not in given).body
+    last = max([rank[n] for n in random if n in needed], default=-1)
+    return close([*targets, *[n for n in random if rank[n] < last]], lambda n: n not in given)

@@ -1,0 +1,245 @@
+"""Define `recompute`: keep fewer tensors from forward to backward, and make the others again before the backward.
+
+    before  layer1.F@0 (keeps all that I and W need) -> layer1.B@0: I, W
+    after   layer1.F@0 (keeps what `keep` names) -> layer1.B@0: R, I, W     recompute(where(layer=1), keep="inputs")
+
+With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in
+a bubble before the gradient arrives. An R that no order names waits for what its backward waits for.
+
+With group=k the inputs of every k-th layer are kept alone: R of a layer also makes the output again that R of the next
+one reads, as value layer1:out0!r. These R are nodes of their own.
+
+Legality
+ 1. Forward and backward are selected alike: a policy holds for both.
+ 2. `keep` is "all", "products", "attention", "inputs", or names of ops that the selected chunks run.
+ 3. No selected node is under a policy already.
+ 4. The program is of a captured model: R is code that capture makes.
+ 5. R reads no buffer that the model changes while it runs, since by then it holds something else.
+ 6. There is something to make again, unless keep is "all".
+ 7. `group` is a number of layers, at least 1; with more than 1 the nodes are placed already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from piper_compiler.directives.base import Directive, call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.decided import Decided
+from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
+from piper_ir.graph import Coord, Editor, Graph, Node
+from piper_ir.graph_parts import common, compute_id, in_mbs
+from piper_ir.ops import HANDS_ON, KEEP_ALL, Compute, variant_name
+from piper_ir.program import Chunk, Program
+from piper_ir.select import Where
+
+POLICIES = (KEEP_ALL, "products", "attention", "inputs")
+"""The policies that have a name; any other is names of ops, joined by "+"."""
+
+
+@runtime_checkable
+class Recomputing(Protocol):
+    """Describe a directive that puts nodes under policies of recomputation.
+
+    `policies` returns those for which the program needs variants, before anything is compiled.
+    """
+
+    def policies(self) -> tuple[str, ...]: ...
+
+
+def policies_of(directives: Iterable[Directive]) -> tuple[str, ...]:
+    """Return the policies of recomputation that directives ask for, other than to keep all."""
+    found = {p for d in directives if isinstance(d, Recomputing) for p in d.policies()}
+    return tuple(sorted(found - {KEEP_ALL}))
+
+
+@directive
+@dataclass(frozen=True, init=False)
+class Recompute:
+    """Put the selected chunks and microbatches under a policy of recomputation.
+
+    Attributes:
+        keep: the policy: what F keeps of the tensors that backward needs.
+        group: layers that are made again together.
+        apart: whether R is a node of its own.
+        site: where the user wrote it.
+    """
+
+    selection: Where
+    keep: str = "inputs"
+    group: int = 1
+    apart: bool = False
+    site: str = site_field()
+
+    def __init__(
+        self,
+        selection: Where,
+        keep: str | tuple[str, ...] = "inputs",
+        group: int = 1,
+        apart: bool = False,
+        site: str | None = None,
+    ) -> None:
+        object.__setattr__(self, "selection", selection)
+        object.__setattr__(self, "keep", policy_name(keep))
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "apart", apart)
+        object.__setattr__(self, "site", call_site() if site is None else site)
+
+    def policies(self) -> tuple[str, ...]:
+        """Return the policy, and that of chunks whose outputs are made again for the next one of their group."""
+        if not isinstance(self.keep, str) or self.keep == KEEP_ALL:
+            return ()
+        return (self.keep,) if self.group == 1 else (self.keep, self.keep + HANDS_ON)
+
+    def check(self, graph: Graph) -> None:
+        if type(self.group) is not int or self.group < 1:
+            raise fail(self, 7, f"group={self.group!r}; a number of layers is expected, at least 1")
+        nodes = compute_nodes(self, graph, self.selection)
+        if self.group > 1 and graph.mesh.size("pp") > 1 and not all(n.role for n in nodes):
+            raise fail(
+                self, 7, f"a group runs on one device, and {names(graph, nodes)} is not placed; write recompute after place"
+            )
+        _check_policy(self, graph.program, nodes)
+        self._check_halves(graph, nodes)
+        under = [n for n in nodes if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL]
+        if under:
+            raise fail(self, 3, f"{names(graph, under)} is under a policy already; select each node once")
+        if self.keep == KEEP_ALL:
+            return
+        chunks = list(dict.fromkeys(str(n.coords["chunk"]) for n in nodes))
+        missing = [c for c in chunks if not all(graph.program.has_variant(c, p) for p in self.policies())]
+        if missing:
+            made = "a synthetic program has none" if graph.program.source == "synthetic" else "piper.compile(job, ...) makes it"
+            raise fail(self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}")
+        again = [v for c in chunks if _repeats(v := graph.program.chunk(variant_name(c, self.keep)))]
+        if not again:
+            raise fail(self, 6, f"backward needs nothing of {', '.join(chunks[:4])} that F would not keep; leave recompute out")
+        self._check_buffers(graph.program, again)
+
+    def _check_halves(self, graph: Graph, nodes: list[Node]) -> None:
+        """Check condition 1."""
+        selected = {(n.id, mb) for n in nodes for mb in n.each}
+        for node in nodes:
+            for other in _others(graph, node):
+                left = [mb for mb in other.each if (other.id, mb) not in selected]
+                if left:
+                    message = f"{other.name(left[0])} is not selected, but {node.name(node.each[0])} is; leave phase out of where"
+                    raise fail(self, 1, message)
+
+    def _check_buffers(self, program: Program, variants: list[Chunk]) -> None:
+        """Check condition 5."""
+        changed = {o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer"}
+        for chunk in variants:
+            read = [chunk.inputs[int(p[2:])] for p in chunk.steps["R"].reads if p.startswith("in")]
+            for entry in read:
+                if entry.kind == "buffer" and entry.ref in changed:
+                    message = f"{chunk.id} reads buffer {entry.ref!r}, which the model changes in every microbatch, so that it "
+                    raise fail(self, 5, message + "cannot be made again; leave this region out of where")
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled; None where microbatches are under different policies."""
+        return None if any(name == "mb" for name, _ in self.selection.terms) else Decided(self)
+
+    def apply(self, graph: Graph) -> Graph:
+        if self.keep == KEEP_ALL:
+            return graph
+        edit = graph.edit()
+        forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
+        for group in grouped([n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group):
+            again: dict[str, str] = {}
+            for forward in group[:-1]:
+                self._repeat(graph, edit, forward, self.keep + HANDS_ON, again)
+            self._repeat(graph, edit, group[-1], self.keep, again)
+        return edit.done()
+
+    def _variant(self, graph: Graph, node: Node, keep: str) -> Chunk:
+        return graph.program.chunk(variant_name(str(node.coords["chunk"]), keep))
+
+    def _repeat(self, graph: Graph, edit: Editor, forward: Node, keep: str, again: dict[str, str]) -> None:
+        """Put the nodes of a chunk under a policy.
+
+        `again` names the values that R of earlier chunks of the group makes again, each with its second name; those of
+        this chunk are added.
+        """
+        variant, chunk = self._variant(graph, forward, keep), graph.program.chunk(str(forward.coords["chunk"]))
+        apart = self.apart or keep.endswith(HANDS_ON)
+        known = dict(zip(value_reads(chunk, "F"), forward.reads, strict=True))
+        edit.update(replace(forward, op=Compute(chunk.id, "F", keep)))
+        if apart:
+            reads = _reads(variant, value_reads(variant, "R"), known, again)
+            writes = tuple(edit.value(f"{chunk.id}:{p}!r", variant.ports[p], "activation") for p in value_writes(variant, "R"))
+            coords = {**forward.coords, "phase": "R"}
+            step = Compute(chunk.id, "R", keep)
+            edit.add(Node(compute_id(chunk.id, "R"), step, coords, reads, writes, forward.role, forward.stream, forward.mbs))
+            again.update({v.removesuffix("!r"): v for v in writes})
+        for node in _others(graph, forward):
+            op = node.op
+            assert isinstance(op, Compute)
+            own = {**known, **dict(zip(value_reads(chunk, op.step), node.reads, strict=True))}
+            reads = _reads(variant, value_reads(variant, op.step, apart), own, again)
+            edit.update(replace(node, op=Compute(chunk.id, op.step, keep, apart), reads=reads))
+
+
+def grouped(forwards: list[Node], graph: Graph, layers: int) -> Iterator[list[Node]]:
+    """Yield the forwards in groups of up to so many layers that follow one on another in one place."""
+    places: dict[tuple[Coord, ...], list[Node]] = {}
+    for node in forwards:
+        places.setdefault((node.role, node.coords.get("stage", ""), str(node.mbs)), []).append(node)
+    for nodes in places.values():
+        group: list[Node] = []
+        for node in nodes:
+            inside = {n.coords.get("layer") for n in group}
+            last = graph.chunk_index[str(group[-1].coords["chunk"])] if group else -1
+            follows = graph.chunk_index[str(node.coords["chunk"])] == last + 1 and None not in inside
+            fits = node.coords.get("layer") in inside or ("layer" in node.coords and len(inside) < layers)
+            if group and not (layers > 1 and follows and fits):
+                yield group
+                group = []
+            group.append(node)
+        yield group
+
+
+def policy_name(keep: str | tuple[str, ...]) -> str:
+    """Return a policy as text: its name, or names of ops in one order, joined by "+"."""
+    if isinstance(keep, tuple | list):
+        return "+".join(sorted({str(name) for name in keep}))
+    return keep
+
+
+def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:
+    """Check condition 2."""
+    accepted = ", ".join(map(repr, POLICIES))
+    if not isinstance(item.keep, str) or not item.keep:
+        raise fail(item, 2, f"keep={item.keep!r}; {accepted} or a tuple of names of ops is accepted")
+    if item.keep in POLICIES:
+        return
+    chunks = [program.chunk(id) for id in dict.fromkeys(str(n.coords["chunk"]) for n in nodes)]
+    ops = sorted({k.op for c in chunks for k in c.steps["F"].cost.kernels})
+    unknown = [name for name in item.keep.split("+") if name not in ops]
+    if unknown:
+        raise fail(
+            item, 2, f"keep has {unknown[0]!r}, which is no op of the selected chunks; {accepted} or names of these are "
+            f"accepted: {', '.join(ops) or 'there are none'}"
+        )  # fmt: skip
+
+
+def _repeats(variant: Chunk) -> bool:
+    """Return whether R has something to do."""
+    return bool(steps_of(variant, "R"))
+
+
+def _others(graph: Graph, node: Node) -> Iterator[Node]:
+    """Yield the other compute nodes of a node's chunk, in the microbatches that they share with it."""
+    for phase in ("F", "B", "I", "W"):
+        if phase != node.coords["phase"]:
+            for other in graph.compute(str(node.coords["chunk"]), phase):
+                shared = common(other.mbs, node.mbs)
+                if shared is None or shared:
+                    yield other if shared is None else in_mbs(other, shared)
+
+
+def _reads(chunk: Chunk, ports: Iterable[str], known: Mapping[str, str], again: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values behind ports; `known` are those that nodes read already, which may be copies."""
+    values = [known.get(port) or port_value(chunk, port) for port in ports]
+    return tuple([again.get(value, value) for value in values])

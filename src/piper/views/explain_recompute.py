@@ -1,0 +1,71 @@
+"""Explain what policies of recomputation save and cost in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from piper_ir.ops import KEEP_ALL, Compute
+from piper_ir.plan import Plan, RolePlan, is_state
+from piper_ir.program import Chunk
+from piper_ir.sizes import bind
+from piper_ir.tools import size_text
+
+
+def recomputation(plan: Plan) -> str:
+    """Return per role and policy what a microbatch keeps, and the FLOPs that make the rest again; "" without any."""
+    lines: list[str] = []
+    for role in plan.roles:
+        by_policy: dict[str, dict[str, Chunk]] = {}
+        for op in _computed(role):
+            if op.keep != KEEP_ALL:
+                by_policy.setdefault(op.keep, {})[op.chunk] = plan.chunk(op.variant)
+        for keep, variants in by_policy.items():
+            lines.append(f"  {role.role:10} {_cost(plan, keep, list(variants.values()))}")
+        if by_policy and (waiting := _waiting(role, by_policy)):
+            lines.append(
+                f"             a split backward keeps {size_text(waiting)} from I to W, which recomputation does not change"
+            )
+    return "\n".join(["recomputation: what one microbatch keeps from F to its backward", *lines]) if lines else ""
+
+
+def _computed(role: RolePlan) -> Iterable[Compute]:
+    return (part.op for instr in role.program for part in instr.parts if isinstance(part.op, Compute))
+
+
+def _cost(plan: Plan, keep: str, variants: Sequence[Chunk]) -> str:
+    kept, whole = (sum(_saved(c) for c in chunks) for chunks in (variants, [plan.chunk(v.id) for v in variants]))
+    again = sum(v.steps["R"].cost.flops for v in variants)
+    rest = sum(v.steps[s].cost.flops for v in variants for s in v.steps if s != "R")
+    share = f"{again / rest:.1%}" if rest else "none"
+    return (
+        f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} of inputs "
+        f"in place of {size_text(whole)}; R is {share} of the FLOPs of F, I and W"
+    )
+
+
+def _saved(chunk: Chunk) -> int:
+    return sum(bind(chunk.ports[p].nbytes, 0) for p in chunk.steps["F"].writes if p.startswith("saved"))
+
+
+def _inputs(variants: Sequence[Chunk]) -> int:
+    """Return the bytes of what R reads beside what F keeps for it, each value once."""
+    found: dict[str, int] = {}
+    for chunk in variants:
+        for port in chunk.steps["R"].reads:
+            if port.startswith("in") and not is_state(chunk, port):
+                entry = chunk.inputs[int(port[2:])]
+                found[entry.ref] = bind(entry.spec.nbytes, 0)
+    return sum(found.values())
+
+
+def _waiting(role: RolePlan, by_policy: dict[str, dict[str, Chunk]]) -> int:
+    """Return the bytes of a microbatch that wait for W where I and W are apart."""
+    apart: set[str] = set()
+    for instr in role.program:
+        steps: dict[str, set[str]] = {}
+        for part in instr.parts:
+            if isinstance(part.op, Compute):
+                steps.setdefault(part.op.chunk, set()).add(part.op.step)
+        apart |= {chunk for chunk, found in steps.items() if "I" in found and "W" not in found}
+    chunks = {id: c for variants in by_policy.values() for id, c in variants.items() if id in apart and "W" in c.steps}
+    return sum(bind(c.ports[p].nbytes, 0) for c in chunks.values() for p in c.steps["W"].reads if p.startswith(("saved", "iw")))

@@ -1,0 +1,135 @@
+"""What recomputation costs: in simulations, in measured durations, in texts, and for GPT-3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import piper
+from benchmarks.recompute_flops import Policy, measure, missed
+from piper.api import profiling
+from piper.api.tuning import problem_of
+from piper.views.explain import explain
+from piper_autotune.evaluators import Here
+from piper_autotune.problem import Programs
+from piper_autotune.scoring import Scored
+from piper_autotune.sketch import Sketches
+from piper_compiler import Strategy
+from piper_ir.costs import Costs, Duration, StepDuration
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Compute
+from piper_ir.phases import instr_label
+from piper_ir.plan import Plan
+from piper_ir.select import where
+from piper_simulator import load_cluster, simulate
+from piper_simulator.metrics import executed_flops
+from tests.test_recompute import PIPELINES, dropout_job
+
+
+def plan_of(schedule: str, *more: Any) -> Plan:
+    job = replace(dropout_job(), tokens_per_row=8)
+    return piper.compile(job, Strategy(Mesh(pp=2), (*PIPELINES[schedule](), *more))).plan
+
+
+def again_flops(plan: Plan) -> int:
+    """FLOPs of all R of a step."""
+    ops = [p.op for role in plan.roles for i in role.program for p in i.parts if isinstance(p.op, Compute) and p.op.step == "R"]
+    return sum(plan.chunk(op.variant).steps["R"].cost.flops for op in ops)
+
+
+def test_hardware_utilisation_counts_what_is_made_again_and_model_utilisation_does_not() -> None:
+    plain, under = plan_of("1f1b"), plan_of("1f1b", piper.recompute(where()))
+    one, other = simulate(plain, "h100x8"), simulate(under, "h100x8")
+    assert None not in (one.hfu, one.mfu, other.hfu, other.mfu)
+    assert other.mfu == pytest.approx(one.mfu * one.period_s / other.period_s), "the same FLOPs in another time"  # type: ignore[operator]  # none is None
+    done = one.hfu * one.period_s  # type: ignore[operator]  # neither is None
+    more = other.hfu * other.period_s  # type: ignore[operator]  # neither is None
+    assert again_flops(under) > 0
+    assert executed_flops(under) == executed_flops(plain) + again_flops(under)
+    assert more / done == pytest.approx(executed_flops(under) / executed_flops(plain))
+    assert other.period_s > one.period_s
+
+
+def test_measured_durations_hold_under_any_policy_and_r_follows_from_the_forward() -> None:
+    """F, I and W were measured without recomputation; R takes the part of F's time that it takes by formula."""
+    plan = plan_of("1f1b", piper.recompute(where()))
+    steps = {(c.code, s): c.id for c in plan.chunks for s, sig in c.steps.items() if not sig.empty}
+    measured = Costs(steps=tuple(StepDuration(code, s, plan.rows, Duration(1.0), id) for (code, s), id in steps.items()))
+    found = simulate(plan, "h100x8", costs=measured)
+    spans = {(s.rank, s.instr): s for s in found.trace.spans}
+    seen = set()
+    for role in plan.roles:
+        for k, instr in enumerate(role.program):
+            kinds = [p.op.step for p in instr.parts if isinstance(p.op, Compute)]
+            if kinds and "U" not in instr_label(instr).label:
+                span = spans[role.ranks[0], k]
+                known, again = sum(s != "R" for s in kinds), kinds.count("R")
+                seen.add(bool(again))
+                assert known <= span.end - span.start < known + again + 0.01 * len(instr.parts)
+                assert again == 0 or span.end - span.start > known + 0.3 * again, "R takes most of what F takes"
+    assert seen == {True, False}
+
+
+def test_labels_of_instructions() -> None:
+    labels = {
+        apart: {instr_label(i).label.rstrip("0123456789") for r in plan.roles for i in r.program}
+        for apart, plan in ((a, plan_of("1f1b", piper.recompute(where(), apart=a))) for a in (False, True))
+    }
+    assert "R" not in labels[False] and "B" in labels[False]
+    assert "R" in labels[True]
+
+
+def test_explain_says_what_a_policy_costs_and_saves_and_what_zero_bubble_keeps() -> None:
+    def text(schedule: str) -> str:
+        directives = (*PIPELINES[schedule](), piper.recompute(where(stage=0)), piper.recompute(where(stage=1), keep="products"))
+        return explain(piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives)))
+
+    whole, split = text("1f1b"), text("zb_h1")
+    assert "pp0        inputs: 2 chunks keep 0 B and 4 KiB of inputs in place of 62.5 KiB; R is 33.2% of the FLOPs" in whole
+    assert "pp1        products: 3 chunks keep 36.5 KiB" in whole and "from I to W" not in whole
+    assert "a split backward keeps 65 KiB from I to W, which recomputation does not change" in split
+    assert "after F 0 B" in split
+
+
+def test_goals_that_are_missed_are_named() -> None:
+    good = Policy("gpt3-175b", "inputs", 0, 0.223, 0.14, 0.17)
+    assert missed([good]) == []
+    assert missed([replace(good, flops=0.24)]) == ["gpt3-175b inputs: 24.0% of the FLOPs"]
+    assert missed([replace(good, keep="products", flops=0.031)]) == ["gpt3-175b products: 3.1% of the FLOPs"]
+    assert missed([replace(good, peak=0.3)]) == ["gpt3-175b inputs: 0.30 x"]
+
+
+@pytest.mark.long
+def test_gpt3_meets_its_goals() -> None:
+    found = [*measure("gpt3-175b")]
+    assert [p.keep for p in found] == ["all", "attention", "products", "inputs"] and missed(found) == []
+    assert found[0].kept > found[2].kept > found[1].kept > found[3].kept == 0
+
+
+def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> None:
+    job = dropout_job()
+    target = piper.compile(job, Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where()))))
+    requests = profiling._requests(target, [profiling._one_device(job, rows) for rows in (1, target.plan.rows)], 1)
+    for request in requests.values():
+        assert request.code[target.plan.rows].keys() == {c.code for c in (*target.plan.chunks, *target.plan.variants)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: str) -> None:
+    problem, more = problem_of(dropout_job(), load_cluster("h100x8"), None, None, None)
+    programs = Programs(problem, more["at_rows"], more["under"])
+    sketches, here = Sketches(problem, programs), Here(problem, programs)
+    filled: dict[str, int] = {}
+    for keep in ("inputs", "products", "all"):
+        under = (piper.recompute(where(stage=0), keep=keep), piper.recompute(where(stage=1), keep="attention", apart=True))
+        strategy = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), *under))
+        sketch, scored = sketches.sketch(strategy), here.result(here.submit(strategy))
+        assert sketch is not None and isinstance(scored, Scored), scored
+        filled[keep] = sketches.filled_bytes(sketch, 2)[0]
+        assert 0 < filled[keep] <= scored.peak_bytes
+        assert 0 < sketches.period_s(strategy, sketch, 2) <= scored.period_s
+    assert filled["inputs"] <= filled["products"] <= filled["all"] and filled["inputs"] < filled["all"]
+    some = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(mb=0))))
+    assert sketches.sketch(some) is None, "microbatches differ"
