@@ -45,7 +45,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
 }
 _STEPS = ("F", "B", "R", "I", "W")
 _CLAUSES = ("node", "reads", "writes", "frees", "waits", "allocs", "takes")
-_FLAGS = ("weighted", "clip", "holds", "keeping")
+_FLAGS = ("weighted", "clip", "holds", "keeping", "apart")
 _RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
 _BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
@@ -98,8 +98,8 @@ def _usual_node(op: Op, mb: int) -> str:
 def _op(op: Op) -> list[str]:
     name = op_name(op)
     match op:
-        case Compute(chunk=chunk, step=step, keep=keep):
-            return [step, _word(chunk), *(["keeping", _word(keep)] if keep != KEEP_ALL else [])]
+        case Compute(chunk=chunk, step=step, keep=keep, apart=apart):
+            return [step, _word(chunk), *(["keeping", _word(keep)] if keep != KEEP_ALL else []), *["apart"] * apart]
         case Load(tensor=tensor):
             return [name, _word(tensor)]
         case Seed(value=value, dtype=dtype):
@@ -334,8 +334,8 @@ def _wait(word: str) -> tuple[str, int]:
 def _parse_op(words: _Words) -> Op:
     name = words.next("an op")
     if name in _STEPS:
-        chunk, kept = words.next("a chunk"), words.accept("keeping")
-        return Compute(chunk, name, words.next("a policy") if kept else KEEP_ALL)  # type: ignore[arg-type]  # one of _STEPS
+        chunk, keep = words.next("a chunk"), words.next("a policy") if words.accept("keeping") else KEEP_ALL
+        return Compute(chunk, name, keep, bool(words.accept("apart")))  # type: ignore[arg-type]  # one of _STEPS
     match name:
         case "Load":
             return Load(words.next("a batch tensor"))
