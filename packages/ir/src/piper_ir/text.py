@@ -111,8 +111,9 @@ def _usual_node(op: Op, mb: int) -> str:
 def _op(op: Op) -> list[str]:
     name = op_name(op)
     match op:
-        case Compute(chunk=chunk, step=step, keep=keep):
-            return [step, written_word(chunk), *(["keeping", written_word(keep)] if keep != KEEP_ALL else [])]
+        case Compute(chunk=chunk, step=step, keep=keep, apart=apart):
+            policy = ["keeping", written_word(keep)] if keep != KEEP_ALL else []
+            return [step, written_word(chunk), *policy, *["apart"] * apart]
         case Load(tensor=tensor):
             return [name, written_word(tensor)]
         case Seed(value=value, dtype=dtype):
@@ -283,8 +284,8 @@ def _wait(word: str) -> tuple[str, int]:
 def _parse_op(words: Words) -> Op:
     name = words.next("an op")
     if name in _STEPS:
-        chunk, kept = words.next("a chunk"), words.accept("keeping")
-        return Compute(chunk, name, words.next("a policy") if kept else KEEP_ALL)  # type: ignore[arg-type]  # one of _STEPS
+        chunk, keep = words.next("a chunk"), words.next("a policy") if words.accept("keeping") else KEEP_ALL
+        return Compute(chunk, name, keep, bool(words.accept("apart")))  # type: ignore[arg-type]  # one of _STEPS
     match name:
         case "Load":
             return Load(words.next("a batch tensor"))

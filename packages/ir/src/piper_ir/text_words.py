@@ -10,7 +10,7 @@ from piper_ir.codec import unique_keys
 from piper_ir.errors import FormatError
 
 _CLAUSES = ("node", "reads", "writes", "holding", "frees", "waits", "allocs", "takes")
-_FLAGS = ("weighted", "clip", "holds", "once", "over", "keeping")
+_FLAGS = ("weighted", "clip", "holds", "once", "over", "keeping", "apart")
 _RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
 _BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
