@@ -80,6 +80,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/test_compositions.py",
         "tests/test_parity_processes.py",
         "tests/test_schedules.py",
+        "tests/test_resume_strategies.py",
         "tests/test_collectives.py",
         "tests/test_emulation.py",
         "tests/test_own_cost_model.py",

@@ -7,7 +7,7 @@ from piper_runtime.checkpoint.boxes import Box, boxes_of_range
 from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
-from piper_runtime.checkpoint.restore import Restore, restore
+from piper_runtime.checkpoint.restoring import Restore, restore
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
 from piper_runtime.checkpoint.settings import (
     Checkpoints,

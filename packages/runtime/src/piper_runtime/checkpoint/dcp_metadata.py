@@ -54,7 +54,7 @@ class SavedTensor:
 
 
 def metadata_bytes(boxes: Iterable[SavedBox], aliases: Mapping[str, str]) -> bytes:
-    """Return the metadata of a checkpoint with these boxes; `aliases` maps further names of tensors to the first one."""
+    """Return the metadata of a checkpoint with these boxes; `aliases` maps further names of tensors to the first."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -128,7 +128,12 @@ def _numbers(size: Any) -> tuple[int, ...]:
     return tuple(size)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Make objects of known classes only.
+
+    It is the one in Python: that in C makes room for as many objects as a stranger claims.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)

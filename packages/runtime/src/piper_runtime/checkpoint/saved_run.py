@@ -169,7 +169,7 @@ def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
 
 
 def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
-    """Warn where the optimizer's groups have other settings than the checkpoint's after as many steps of the schedule."""
+    """Warn where the optimizer's groups have other settings than the checkpoint's after as many steps."""
     dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
     optimizer = call_optimizer(job.optimizer, meta_parameters(plan.params, dtype))
     if job.scheduler is not None:

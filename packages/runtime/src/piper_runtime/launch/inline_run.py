@@ -11,7 +11,7 @@ import torch
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
-from piper_runtime.checkpoint.restore import restore, restore_of
+from piper_runtime.checkpoint.restoring import restore, restore_of
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import Counter

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from piper_runtime.checkpoint.restore import Restore
+from piper_runtime.checkpoint.restoring import Restore
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device
 from piper_runtime.rank.code import ShippedCode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from piper_ir.plan import Plan
-from piper_runtime.checkpoint.restore import restore_of
+from piper_runtime.checkpoint.restoring import restore_of
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.launch.protocol import Request
 from piper_runtime.launch.run_options import RunOptions

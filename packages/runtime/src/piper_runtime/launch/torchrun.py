@@ -216,8 +216,8 @@ class TorchrunPool:
     """Run a plan's workers when this process is one of them.
 
     Every process makes the same calls with the same plan and gets all reports. States and gradients in them are those
-    of the first rank of each role, whose replicas hold equal ones, and this rank's own. `on_step` and `on_save` are called
-    on rank 0 only.
+    of the first rank of each role, whose replicas hold equal ones, and this rank's own. `on_step` and `on_save` are
+    called on rank 0 only.
     """
 
     def __init__(self, world: int):

@@ -15,7 +15,7 @@ import torch
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.tools import user_line
 from piper_runtime.checkpoint.rank_saver import RankSaver
-from piper_runtime.checkpoint.restore import restore
+from piper_runtime.checkpoint.restoring import restore
 from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
 from piper_runtime.engine.streams import HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP, Heartbeat
