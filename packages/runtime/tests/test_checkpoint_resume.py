@@ -249,12 +249,12 @@ def test_an_optimizer_of_ones_own_goes_on_with_its_numbers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (dict(seed=4), "was made with seed 3, the job has 4; use the same, or to start another training"),
+        (dict(seed=4), "was made with seed=3, the job has 4; use the same, or to start another training"),
         (dict(optimizer=adamw), "holds the state of SGD, the job has AdamW"),
         (dict(optimizer=plain), "the optimizer kept momentum_buffer, with this job's settings it keeps nothing"),
         (dict(layers=4), "has no parameter 'layers.3', which the model has; use the same model"),
         (dict(layers=2), "has 'layers.2', which the model has not; use the same model"),
-        (dict(rows=4), "was made with global batch 8, the job has 16"),
+        (dict(rows=4), "was made with global_batch=8, the job has 16"),
     ],
 )
 def test_another_training_is_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -266,19 +266,36 @@ def test_another_training_is_named(changed: dict[str, Any], says: str, tmp_path:
 
 
 class Data:
-    def __init__(self, name: str) -> None:
-        self.fingerprint = {"name": name, "rows": 100}
+    """A batch function that says what its data are, and where it goes on."""
+
+    follows_state = ("sizes",)
+
+    def __init__(self, name: str, sizes: int = 1) -> None:
+        self.name, self.sizes, self.goes_on = name, sizes, -1
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"name": self.name, "sizes": self.sizes}
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        return {"rows": 8 * step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.goes_on = state["rows"]
 
     def __call__(self, step: int, rows: range) -> Any:
         return batch(step, rows)
 
 
-def test_other_data_is_named(tmp_path: Path) -> None:
+def test_data_that_say_what_they_are_go_on_and_others_are_named(tmp_path: Path) -> None:
     plan, job = chain(batch=Data("a"))
     run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
-    assert run(plan, job, steps=1, resume=tmp_path / "step-00000002").first_step == 2
-    with pytest.raises(JobError, match=r"was made with data \{'name': 'a', 'rows': 100\}, the job has \{'name': 'b'"):
+    same_data = Data("a", sizes=2)
+    assert run(plan, chain(batch=same_data)[1], steps=1, resume=tmp_path / "step-00000002").first_step == 2
+    assert same_data.goes_on == 16
+    with pytest.raises(JobError, match=r"was made with other data \(name 'a' -> 'b'\); use the same"):
         run(plan, chain(batch=Data("b"))[1], resume=tmp_path / "step-00000002")
+    with pytest.raises(JobError, match=r"was made with other data \(.* -> None\)"):
+        run(plan, chain()[1], resume=tmp_path / "step-00000002")
 
 
 def test_another_learning_rate_is_a_warning(tmp_path: Path) -> None:

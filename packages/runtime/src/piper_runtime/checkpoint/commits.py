@@ -6,15 +6,17 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from piper_ir.codec import dumps
 from piper_ir.errors import PiperWarning
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
-from piper_runtime.checkpoint.meta import CheckpointMeta, about_run
+from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
 from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone, rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, left_out, model_key
 from piper_runtime.checkpoint.saved_run import MARKER_FORMAT, MARKER_VERSION
@@ -39,7 +41,7 @@ class CheckpointCommits:
 
     def __init__(self, checkpoint: Checkpoints, plan: Plan, job: Job, initial: InitialState):
         self._checkpoint, self._world = checkpoint, plan.mesh.world
-        self._about = about_run(plan, job)
+        self._about, self._job = about_run(plan, job), job
         params, buffers = left_out(plan)
         self._unheld = {model_key(n): initial.params[n] for n in params} | {model_key(n): initial.buffers[n] for n in buffers}
         self._found: dict[int, dict[int, SaveDone]] = {}
@@ -71,7 +73,12 @@ class CheckpointCommits:
         boxes = [box for r in reports for box in r.boxes]
         unheld = [(t.reshape(-1), [NamedRange(key, tuple(t.shape), 0, 0, t.numel())]) for key, t in self._unheld.items()]
         boxes += write_boxes(partial / rank_file("unused"), unheld)[0]
-        complete(partial, self._checkpoint.path / step_folder(step), _described(self._about, step, reports), boxes)
+        complete(
+            partial,
+            self._checkpoint.path / step_folder(step),
+            _described(self._about, step, reports, data_of(self._job, step)),
+            boxes,
+        )
 
     def close(self) -> None:
         """Drop what is not complete when the run is over."""
@@ -89,12 +96,19 @@ def _invisible(partial: Path, reports: list[SaveDone]) -> str:
     return ""
 
 
-def _described(about: CheckpointMeta, step: int, reports: list[SaveDone]) -> CheckpointMeta:
+def _described(about: CheckpointMeta, step: int, reports: list[SaveDone], data: Mapping[str, Any]) -> CheckpointMeta:
     counters = {name: n for r in reports for name, n in r.counters.items()}
     numbers = {name: n for r in reports for name, n in r.numbers.items()}
     kind, schedule = reports[0].optimizer
     return replace(
-        about, step=step, optimizer=kind, schedule=schedule, groups=tuple(reports[0].groups), counters=counters, numbers=numbers
+        about,
+        step=step,
+        optimizer=kind,
+        schedule=schedule,
+        groups=tuple(reports[0].groups),
+        counters=counters,
+        numbers=numbers,
+        data=data,
     )
 
 

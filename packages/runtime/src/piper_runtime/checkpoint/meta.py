@@ -30,7 +30,7 @@ class CheckpointMeta:
         numbers: what the optimizer keeps beside tensors, by name in the checkpoint.
         trained: the parameters that are trained.
         tied: further names of parameters, each with the first one.
-        data: what the batch function gives as its `fingerprint`; None without one.
+        data: what the batch function says of its data, see `data_of`.
         program_key: the key of the program.
         plan_key: the key of the plan.
         strategy: the mesh and the microbatches of the plan, for people.
@@ -49,25 +49,45 @@ class CheckpointMeta:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     trained: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    data: Any = None
+    data: Mapping[str, Any] = field(default_factory=dict)
     program_key: str = ""
     plan_key: str = ""
     strategy: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def fingerprint(job: Job) -> Any:
-    """Return what the batch function says of its data, as JSON holds it; None when it says nothing.
+def data_of(job: Job, step: int) -> dict[str, Any]:
+    """Return what the batch function says of its data when so many steps are done; nothing for an ordinary function.
 
-    It is the function's attribute `fingerprint`, a value or a method. Raises JobError for what JSON does not hold.
+    "fingerprint" is its attribute or method of this name, which is the same in every step; "state" is what its method
+    `state_dict(step)` returns. Raises JobError for what JSON does not hold.
     """
-    found = getattr(job.batch, "fingerprint", None)
-    if callable(found):
-        found = found()
+    batch: Any = job.batch
+    found: dict[str, Any] = {}
+    if hasattr(batch, "fingerprint"):
+        found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
+        if callable(getattr(batch, "state_dict", None)):
+            found["state"] = batch.state_dict(step)
     try:
-        return json.loads(json.dumps(found))
+        return dict(json.loads(json.dumps(found)))
     except (TypeError, ValueError) as e:
-        raise JobError(f"the fingerprint of Job.batch cannot be saved ({e}); give texts, numbers, lists or dicts") from e
+        raise JobError(
+            f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its fingerprint and "
+            "state_dict"
+        ) from e
+
+
+def data_changes(job: Job, saved: Mapping[str, Any]) -> str:
+    """Return how a job's data differ from those of a checkpoint; an empty text where they do not.
+
+    Names in the batch function's `follows_state` may differ, since its state says where it goes on.
+    """
+    now, before = data_of(job, 0).get("fingerprint"), saved.get("fingerprint")
+    if isinstance(now, dict) and isinstance(before, dict):
+        free = getattr(job.batch, "follows_state", ())
+        names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]
+        return ", ".join(f"{n} {before.get(n)!r:.80} -> {now.get(n)!r:.80}" for n in names)
+    return "" if now == before else f"{before!r:.80} -> {now!r:.80}"
 
 
 def about_run(plan: Plan, job: Job) -> CheckpointMeta:
@@ -80,7 +100,7 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
     }
     return CheckpointMeta(
         0, job.seed, job.global_batch, trained=tuple(p.name for p in plan.params if p.trained),
-        tied={other: p.name for p in plan.params for other in p.tied}, data=fingerprint(job), program_key=plan.program_key,
+        tied={other: p.name for p in plan.params for other in p.tied}, data=data_of(job, 0), program_key=plan.program_key,
         plan_key=plan.key, strategy=strategy, versions=versions(),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from piper_ir.errors import FormatError, JobError, PiperWarning
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
-from piper_runtime.checkpoint.meta import CheckpointMeta, fingerprint
+from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
 from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key
 from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
 from piper_runtime.rank.job import Job
@@ -132,11 +132,11 @@ WEIGHTS_FROM = "to start another training from its weights, `piper checkpoint co
 
 def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
     meta = saved.meta
-    for name, ours, theirs in (("seed", job.seed, meta.seed), ("global batch", job.global_batch, meta.global_batch)):
-        if theirs is not None and ours != theirs:
-            yield f"was made with {name} {theirs}, the job has {ours}; use the same, or {WEIGHTS_FROM}"
-    if meta.seed is not None and fingerprint(job) != meta.data:
-        yield f"was made with data {meta.data!r:.200}, the job has {fingerprint(job)!r:.200}; use the same, or {WEIGHTS_FROM}"
+    for name, ours, theirs in (("seed", job.seed, meta.seed), ("global_batch", job.global_batch, meta.global_batch)):
+        if theirs is not None and ours != theirs and name not in getattr(job.batch, "follows_state", ()):
+            yield f"was made with {name}={theirs}, the job has {ours}; use the same, or {WEIGHTS_FROM}"
+    if meta.seed is not None and (changes := data_changes(job, meta.data)):
+        yield f"was made with other data ({changes}); use the same, or {WEIGHTS_FROM}"
     yield from _other_tensors(saved, plan)
     if saved.weights_only:
         return

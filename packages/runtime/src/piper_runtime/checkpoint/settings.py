@@ -84,7 +84,7 @@ def newest_checkpoint(folder: Path) -> Path:
         return found[max(found)]
     names = sorted(p.name for p in folder.iterdir() if p.name.startswith("step-")) if folder.is_dir() else []
     what = f"only incomplete ones ({', '.join(names[:3])}), which a killed run has left" if names else "none"
-    raise JobError(f"resume='latest': {folder} holds no complete checkpoint, {what}; leave resume out to start from step 0")
+    raise JobError(f"{folder} holds no complete checkpoint, {what}; leave resume out to start from step 0")
 
 
 def chosen_checkpoint(resume: str | Path, checkpoint: Checkpoints | None) -> Path:

@@ -53,6 +53,8 @@ def beginning_of(
             )
         check_resumable(saved, plan, job)
         check_settings(saved, plan, job)
+        if "state" in saved.meta.data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
+            go_on(saved.meta.data["state"])
     step = saved.meta.step if saved is not None else first_step or 0
     if checkpoint is not None:
         prepare_folder(checkpoint, step, first=is_first())
