@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import nn
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw, batch
-from piper_ir.errors import JobError, OutputError, PiperWarning
+from piper_ir.errors import ExecutionError, JobError, OutputError, PiperWarning
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints
 from piper_runtime.launch.processes import Pool
@@ -171,6 +173,29 @@ def test_a_run_that_fails_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         run(plan, job, steps=4, checkpoint=Checkpoints(tmp_path, every=1))
     assert [p.name for p in sorted(tmp_path.iterdir())][:1] == ["step-00000001"]
     assert all((p / MARKER).is_file() for p in tmp_path.iterdir())
+
+
+def test_a_killed_rank_leaves_checkpoints_that_another_strategy_goes_on_from(tmp_path: Path) -> None:
+    """Rank 1 is killed in step 3, while or after step 2 is saved; what was completed is good, and nothing else is left."""
+    once = tmp_path / "killed"
+
+    def deadly(step: int, rows: range) -> Any:
+        if step == 3 and rows.start == 4 and not once.exists():
+            once.write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(step, rows)
+
+    plan, job = chain(pp=1, dp=2, microbatches=2, batch=deadly, optimizer=adamw)
+    settings = Checkpoints(tmp_path / "saved", every=1, keep=None)
+    with pytest.raises(ExecutionError, match=r"rank 1 was killed by SIGKILL.* in step 3"):
+        run(plan, job, steps=6, launcher="processes", checkpoint=settings)
+    done = [*complete_checkpoints(tmp_path / "saved")]
+    assert once.exists() and done in ([1, 2], [1, 2, 3])
+    assert {p.name for p in (tmp_path / "saved").iterdir()} == {f"step-0000000{n}" for n in done}
+    other, same_job = chain(pp=2, microbatches=4, optimizer=adamw)
+    whole = run(other, same_job, steps=6)
+    found = run(other, same_job, steps=6 - done[-1], checkpoint=settings, resume="latest")
+    assert found.losses == pytest.approx(whole.losses[done[-1] :], rel=1e-12)
 
 
 def test_a_killed_runs_rests_are_cleared_up(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
 from piper_ir.errors import FormatError, JobError, OutputError
 from piper_runtime import Checkpoints
-from piper_runtime.checkpoint.convert import convert
+from piper_runtime.checkpoint.converting import convert
 from piper_runtime.checkpoint.safetensors_io import DTYPES, ToWrite, read_safetensors, write_safetensors
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 

@@ -239,10 +239,7 @@ def profile(
         check_costs_path(out)
         costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
         save_costs(out, costs)
-        if as_json:
-            print(dumps(costs))
-        else:
-            show(costs_table(costs, title=f"costs of {file.name}"))
+        print(dumps(costs)) if as_json else show(costs_table(costs, title=f"costs of {file.name}"))
         print(f"costs are in {out}", file=sys.stderr)
 
 

@@ -60,7 +60,7 @@ class Settings:
     resume: bool = False
 
     def first_step(self) -> int:
-        """Return the step with which the run begins; raise JobError or FormatError without a checkpoint to go on from."""
+        """Return the step with which the run begins; raise JobError or FormatError where it cannot be resumed."""
         if not self.resume or self.checkpoint is None:
             return 0
         from piper_runtime.checkpoint import newest_checkpoint, open_checkpoint

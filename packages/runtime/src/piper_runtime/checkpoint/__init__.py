@@ -5,7 +5,7 @@ May import: rank.
 
 from piper_runtime.checkpoint.boxes import Box, boxes_of_range
 from piper_runtime.checkpoint.commits import CheckpointCommits
-from piper_runtime.checkpoint.convert import checkpoint_at, convert
+from piper_runtime.checkpoint.converting import checkpoint_at, convert
 from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import Restore, restore

@@ -1,7 +1,8 @@
 """Write and read safetensors files: 8 bytes with the length of a header, the header as JSON, and the bytes of tensors.
 
-The header has for each tensor its dtype, shape, and where its bytes begin and end behind the header; they lie row-major,
-without gaps. Under "__metadata__" it has texts by name. https://github.com/huggingface/safetensors describes it.
+The header has for each tensor its dtype, shape, and where its bytes begin and end behind the header; they lie
+row-major, without gaps. Under "__metadata__" it has texts by name. https://github.com/huggingface/safetensors describes
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ToWrite:
 
 
 def write_safetensors(path: Path, tensors: Sequence[ToWrite], texts: Mapping[str, str]) -> None:
-    """Write tensors as one file, one at a time; raise JobError for a dtype that the format lacks, OSError as it comes."""
+    """Write tensors as one file, one at a time; raise JobError for a dtype that the format lacks."""
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name))  # so that each lies at a multiple of its item
     header: dict[str, Any] = {TEXTS: dict(texts)}
     end = 0

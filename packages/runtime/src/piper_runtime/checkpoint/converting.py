@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from piper_runtime.checkpoint.rank_tensors import MODEL, NamedRange, key_path, m
 from piper_runtime.checkpoint.restoring import read_range
 from piper_runtime.checkpoint.safetensors_io import TEXTS, ToWrite, read_safetensors, write_safetensors
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints, step_folder
+from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints, partial_folder, step_folder
 
 SUFFIX = ".safetensors"
 TIED = "tied"
@@ -60,11 +61,8 @@ def export_weights(source: Path, target: Path) -> str:
     for key, tensor in saved.tensors.items():
         path = key_path(key)
         if path[0] == MODEL and path[1] not in saved.meta.tied:
-            dtype = getattr(torch, tensor.dtype)
-            numel = prod(tensor.shape)
-            tensors.append(
-                ToWrite(path[1], dtype, tensor.shape, lambda t=tensor, n=numel: read_range(saved.path, t, 0, n))  # type: ignore[misc]
-            )
+            dtype, read = getattr(torch, tensor.dtype), partial(read_range, saved.path, tensor, 0, prod(tensor.shape))
+            tensors.append(ToWrite(path[1], dtype, tensor.shape, read))
     texts = {"format": "pt", "step": str(saved.meta.step)}
     texts |= {TIED: json.dumps(saved.meta.tied)} if saved.meta.tied else {}
     write_safetensors(target, tensors, texts)
@@ -81,17 +79,17 @@ def import_weights(source: Path, target: Path) -> str:
     folder = target / step_folder(0)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise JobError(f"{target} is there already; choose a new folder")
-    partial = target / f"{folder.name}.partial"
-    partial.mkdir(parents=True)
+    unfinished = target / partial_folder(0)
+    unfinished.mkdir(parents=True)
     try:
         boxes = []
         for k, (name, part) in enumerate(parts.items()):
             found = NamedRange(model_key(name), part.shape, 0, 0, prod(part.shape))
-            boxes += write_boxes(partial / rank_file(k), [(part.read(), [found])])[0]
-        complete(partial, folder, CheckpointMeta(0, tied=tied, versions=versions()), boxes)
+            boxes += write_boxes(unfinished / rank_file(k), [(part.read(), [found])])[0]
+        complete(unfinished, folder, CheckpointMeta(0, tied=tied, versions=versions()), boxes)
     finally:
-        if partial.exists():
-            shutil.rmtree(partial)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
     return f"{len(parts)} tensors ({', '.join(sorted({dtype_name(p.dtype) for p in parts.values()}))}) are in {folder}"
 
 
