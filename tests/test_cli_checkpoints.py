@@ -9,7 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import piper as pipers
 from piper.cli import app
+from piper.cli.loading import load_file
 from piper_runtime.checkpoint import complete_checkpoints
 from tests.test_cli import GOOD, RECIPE, fails
 
@@ -104,3 +106,20 @@ def test_help_has_examples() -> None:
     for command in ("show", "convert"):
         said = piper("checkpoint", command, "--help").stdout
         assert f"Example: piper checkpoint {command} " in " ".join(said.split())
+
+
+def test_the_front_door_saves_and_resumes(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_file(recipe)
+    compiled = pipers.compile(loaded.job, loaded.strategy)
+    saved = pipers.Checkpoints(tmp_path / "c", every=2)
+    whole = pipers.execute(compiled, steps=4, launcher="inline", memory=False)
+    pipers.execute(compiled, steps=2, launcher="inline", checkpoint=saved)
+    run = pipers.execute(compiled, steps=2, launcher="inline", checkpoint=saved, resume="latest", out=tmp_path / "out")
+    assert run.losses == whole.losses[2:] and run.first_step == 2
+    assert [json.loads(s)["step"] for s in (tmp_path / "out" / "run-001" / "metrics.jsonl").read_text().splitlines()] == [2, 3]
+    by_path = pipers.execute(compiled, steps=2, launcher="inline", resume=tmp_path / "c" / "step-00000002")
+    assert by_path.losses == run.losses
+    with pytest.raises(pipers.PiperError, match="there is nothing for log, on_step, checkpoint and resume"):
+        pipers.execute(compiled, steps=1, launcher="emulated", cluster="h100x8", resume="latest")
+    with pytest.raises(pipers.PiperError, match="did you mean 'resume'"):
+        pipers.execute(compiled, steps=1, resum="latest")

@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,28 @@ def test_a_write_that_fails_is_a_warning_and_older_checkpoints_stay(tmp_path: Pa
     ):
         found = run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path, keep=1), resume="latest")
     assert len(found.losses) == 2 and [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_control_a_checkpoint_that_lacks_a_part_is_never_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from piper_runtime.checkpoint import rank_saver
+
+    plan, job = chain(pp=2)
+    shares = rank_saver.saved_portion
+    monkeypatch.setattr(rank_saver, "saved_portion", lambda plan, rank: replace(shares(plan, rank), buffers=frozenset()))
+    with pytest.raises(ExecutionError, match=r"the ranks together have not written all of model.count after step 3"):
+        run(plan, job, checkpoint=Checkpoints(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_run_saves_the_step_that_it_ends_with(tmp_path: Path) -> None:
+    plan, job = chain(pp=2, optimizer=adamw)
+    settings = Checkpoints(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            plan, job, steps=5, checkpoint=settings, on_step=lambda r: signal.raise_signal(signal.SIGINT) if r.step == 2 else None
+        )
+    assert list(complete_checkpoints(tmp_path)) == [3]
+    assert same(run(plan, job, steps=5), run(plan, job, steps=2, checkpoint=settings, resume="latest"))
 
 
 def _full_disk(*_: Any) -> Any:

@@ -6,16 +6,18 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from piper_ir.codec import dumps
-from piper_ir.errors import PiperWarning
+from piper_ir.errors import ExecutionError, PiperError, PiperWarning
 from piper_ir.plan import Plan
-from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
+from piper_runtime.checkpoint.dcp_metadata import DCP_HOME, metadata_bytes
 from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
 from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone, rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, left_out, model_key
@@ -42,9 +44,11 @@ class CheckpointCommits:
     def __init__(self, checkpoint: Checkpoints, plan: Plan, job: Job, initial: InitialState):
         self._checkpoint, self._world = checkpoint, plan.mesh.world
         self._about, self._job = about_run(plan, job), job
+        self._names = [model_key(n) for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))]
         params, buffers = left_out(plan)
         self._unheld = {model_key(n): initial.params[n] for n in params} | {model_key(n): initial.buffers[n] for n in buffers}
         self._found: dict[int, dict[int, SaveDone]] = {}
+        import_module(DCP_HOME)  # which takes a second, and is not to do so in the middle of a run
 
     def add(self, done: SaveDone) -> None:
         """Add the report of one rank."""
@@ -61,7 +65,9 @@ class CheckpointCommits:
             if not problem:
                 self._commit(step, partial, reports)
                 prune(self._checkpoint)
-        except (OSError, RuntimeError) as e:
+        except PiperError:
+            raise
+        except (OSError, RuntimeError) as e:  # torch has its own class for a disk that is full
             problem = str(e)
         if problem:
             shutil.rmtree(partial, ignore_errors=True)
@@ -73,6 +79,8 @@ class CheckpointCommits:
         boxes = [box for r in reports for box in r.boxes]
         unheld = [(t.reshape(-1), [NamedRange(key, tuple(t.shape), 0, 0, t.numel())]) for key, t in self._unheld.items()]
         boxes += write_boxes(partial / rank_file("unused"), unheld)[0]
+        if key := unwritten(boxes, self._names):
+            raise ExecutionError(f"the ranks together have not written all of {key} after step {step}: a mistake of Piper's")
         complete(
             partial,
             self._checkpoint.path / step_folder(step),
@@ -85,6 +93,14 @@ class CheckpointCommits:
         self._found.clear()
         with suppress(OSError):  # the next run clears up, too
             drop_partial(self._checkpoint.path)
+
+
+def unwritten(boxes: Iterable[SavedBox], names: Iterable[str]) -> str:
+    """Return the first tensor that is named, or of which a box is there, and whose boxes are not all of it; else ""."""
+    missing: dict[str, int] = {}
+    for box in boxes:
+        missing[box.key] = missing.get(box.key, prod(box.shape)) - box.box.numel
+    return next((key for key in (*names, *missing) if missing.get(key, 1)), "")
 
 
 def _invisible(partial: Path, reports: list[SaveDone]) -> str:

@@ -20,15 +20,15 @@ from piper_runtime.checkpoint.boxes import Box
 from piper_runtime.checkpoint.rank_file import SavedBox
 from piper_runtime.checkpoint.rank_tensors import key_path
 
-_HOME = "torch.distributed.checkpoint"
+DCP_HOME = "torch.distributed.checkpoint"
 _CLASSES: Mapping[str, frozenset[str]] = {
-    f"{_HOME}.metadata": frozenset(
+    f"{DCP_HOME}.metadata": frozenset(
         {
             "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
             "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         }
     ),
-    f"{_HOME}.filesystem": frozenset({"_StorageInfo"}),
+    f"{DCP_HOME}.filesystem": frozenset({"_StorageInfo"}),
     "torch": frozenset({"Size"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "collections": frozenset({"OrderedDict"}),
