@@ -266,7 +266,7 @@ def test_a_truncated_or_missing_file_is_named(name: str, copied: Path) -> None:
         (META, b'{"format": "piper-checkpoint", "version": 1, "step": 2, "extra": 2}', "extra"),
         (MARKER, b"[]", "a JSON object is expected"),
         (MARKER, b'{"format": "piper-checkpoint-files", "version": 1, "files": {"../x": 3}}', "names of files with their sizes"),
-        (MARKER, b'{"format": "piper-checkpoint-files", "version": 1, "files": {}}', "does not list piper.json"),
+        (MARKER, b'{"format": "piper-checkpoint-files", "version": 1, "files": {}}', "does not list run.json"),
     ],
 )
 def test_texts_that_are_something_else(name: str, content: bytes, says: str, copied: Path) -> None:

@@ -12,7 +12,7 @@ from piper_ir.keywords import checked_fields
 
 MARKER = "complete.json"
 """The file that is written last: only a folder that has it is a checkpoint. It holds the sizes of all other files."""
-META = "piper.json"
+META = "run.json"
 DCP_METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
