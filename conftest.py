@@ -98,6 +98,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "packages/autotune/tests/test_tuner_ray.py",
         "tests/test_executors.py",
         "packages/runtime/tests/test_runtime_processes.py",
+        "packages/runtime/tests/test_checkpoint_resume.py",
     ),
 }
 """Files that share what takes long to make: of `make test`'s processes, one takes all files of an entry."""

@@ -18,10 +18,12 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw, batch
 from piper_ir.errors import ExecutionError, JobError, OutputError, PiperWarning
 from piper_runtime import Checkpoints, Run
+from piper_runtime.checkpoint import saved_run
+from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.report import StepRecord
-from piper_runtime.rank.optimizer import RankOptimizer
+from piper_runtime.rank.optimizer import RankOptimizer, advance
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -346,12 +348,19 @@ def test_data_that_say_what_they_are_go_on_and_others_are_named(tmp_path: Path) 
         run(plan, chain()[1], resume=tmp_path / "step-00000002")
 
 
-def test_another_learning_rate_is_a_warning(tmp_path: Path) -> None:
+def test_another_learning_rate_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, job = chain(scheduler=halved)
     run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(plan, job, steps=1, resume=tmp_path / "step-00000002")
+    state = open_checkpoint(tmp_path / "step-00000002").meta.schedule_state
+    assert (state["last_epoch"], state["step_size"]) == (2, 2)
+    monkeypatch.setattr(saved_run, "advance", lambda schedule, steps: advance(schedule, steps - 1))
+    with pytest.warns(PiperWarning) as said:
+        run(plan, job, steps=1, resume=tmp_path / "step-00000002")
+    assert "schedule goes on with other settings" in str(said[0].message) and "last_epoch=1 for 2" in str(said[0].message)
+    monkeypatch.undo()
     _, faster = chain(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.9))
     with pytest.warns(
         PiperWarning, match=r"group 0 goes on with other settings than the checkpoint .* in step 2: lr=0.09.* for 0.05"

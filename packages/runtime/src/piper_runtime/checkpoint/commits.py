@@ -122,6 +122,7 @@ def _described(about: CheckpointMeta, step: int, reports: list[SaveDone], data: 
         optimizer=kind,
         schedule=schedule,
         groups=tuple(reports[0].groups),
+        schedule_state=reports[0].schedule,
         counters=counters,
         numbers=numbers,
         data=data,

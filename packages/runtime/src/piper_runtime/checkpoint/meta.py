@@ -26,6 +26,7 @@ class CheckpointMeta:
         optimizer: the class name of the optimizer; empty where there is no optimizer state.
         groups: the settings of the optimizer's groups, as the schedule has left them.
         schedule: the class name of the learning-rate schedule; None without one.
+        schedule_state: the schedule's state, as far as JSON holds it.
         counters: the steps that the optimizer has counted, by parameter.
         numbers: what the optimizer keeps beside tensors, by name in the checkpoint.
         trained: the parameters that are trained.
@@ -45,6 +46,7 @@ class CheckpointMeta:
     optimizer: str = ""
     groups: tuple[Mapping[str, Any], ...] = ()
     schedule: str | None = None
+    schedule_state: Mapping[str, Any] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     trained: tuple[str, ...] = ()

@@ -56,6 +56,7 @@ class SaveDone:
         counters: the steps that the optimizer has counted, by parameter.
         optimizer: the class name of the optimizer, and of its schedule.
         groups: the settings of the optimizer's groups.
+        schedule: the state of the schedule.
         problem: why the rank could not write; empty when it could.
     """
 
@@ -67,6 +68,7 @@ class SaveDone:
     counters: dict[str, float] = field(default_factory=dict)
     optimizer: tuple[str, str | None] = ("", None)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
 
 

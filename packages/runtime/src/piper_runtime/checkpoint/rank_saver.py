@@ -15,6 +15,7 @@ from piper_runtime.checkpoint.rank_file import Contents, SaveDone, rank_file, wr
 from piper_runtime.checkpoint.rank_tensors import (
     group_settings,
     optimizer_numbers,
+    plain_settings,
     rank_tensors,
     saved_portion,
     step_counters,
@@ -78,6 +79,7 @@ class RankSaver:
         report = SaveDone(
             rank.rank, done, numbers=optimizer_numbers(rank, portion), counters=step_counters(rank, portion),
             optimizer=rank.optimizer.kinds, groups=group_settings(rank.optimizer.groups),
+            schedule=plain_settings(rank.optimizer.schedule_state),
         )  # fmt: skip
         contents = [(copy, state.ranges) for copy, state in zip(copies, states, strict=True)]
         self._last = done

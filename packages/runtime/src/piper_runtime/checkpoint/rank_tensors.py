@@ -6,7 +6,7 @@ state is "optim.state.NAME.KEY" for each parameter, as in the checkpoints of tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -197,11 +197,14 @@ def step_counters(rank: RankState, portion: Portion) -> dict[str, float]:
 
 
 def group_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of the optimizer's groups (learning rate, decay, ...), as far as JSON holds them."""
-    return [
-        {key: plain for key, value in group.items() if key != "params" and (plain := _plain(value)) is not _NONE}
-        for group in groups
-    ]
+    """Return the settings of the optimizer's groups: learning rate, decay, ..."""
+    return [plain_settings(group) for group in groups]
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group, or the state of a schedule, as far as JSON holds them."""
+    found = {key: _plain(value) for key, value in settings.items() if key != "params"}
+    return {key: value for key, value in found.items() if value is not _NONE}
 
 
 _NONE = object()

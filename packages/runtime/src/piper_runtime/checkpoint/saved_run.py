@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
-from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key
+from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key, plain_settings
 from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
 from piper_runtime.rank.job import Job
 from piper_runtime.rank.optimizer import advance, call_optimizer, call_scheduler, meta_parameters, optimizer_spec
@@ -169,24 +170,34 @@ def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
 
 
 def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
-    """Warn where the optimizer's groups have other settings than the checkpoint's after as many steps."""
+    """Warn where the optimizer's groups have other settings than the checkpoint's after as many steps.
+
+    The same is said of the state of a schedule, which was made anew and has counted the steps again.
+    """
     dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
     optimizer = call_optimizer(job.optimizer, meta_parameters(plan.params, dtype))
+    schedule: dict[str, Any] = {}
     if job.scheduler is not None:
-        advance(call_scheduler(job.scheduler, optimizer), saved.meta.step)
+        made = call_scheduler(job.scheduler, optimizer)
+        advance(made, saved.meta.step)
+        schedule = plain_settings(made.state_dict())
+    _compare("schedule", schedule, saved.meta.schedule_state, saved)
     settings = group_settings(optimizer.param_groups)
-    if len(settings) != len(saved.meta.groups):
-        return
-    for index, (now, then) in enumerate(zip(settings, saved.meta.groups, strict=True)):
-        changed = [k for k in now.keys() & then.keys() - _KERNELS if now[k] != then[k]]
-        if changed:
-            what = ", ".join(f"{k}={now[k]!r} for {then[k]!r}" for k in sorted(changed))
-            warnings.warn(
-                f"the optimizer's group {index} goes on with other settings than the checkpoint {saved.path} has in step "
-                f"{saved.meta.step}: {what}",
-                PiperWarning,
-                stacklevel=2,
-            )
+    if len(settings) == len(saved.meta.groups):
+        for index, (now, then) in enumerate(zip(settings, saved.meta.groups, strict=True)):
+            _compare(f"group {index}", now, then, saved)
+
+
+def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: SavedRun) -> None:
+    changed = sorted(k for k in now.keys() & then.keys() - _KERNELS if now[k] != then[k])
+    if changed:
+        values = ", ".join(f"{k}={now[k]!r} for {then[k]!r}" for k in changed)
+        warnings.warn(
+            f"the optimizer's {what} goes on with other settings than the checkpoint {saved.path} has in step {saved.meta.step}: "
+            f"{values}",
+            PiperWarning,
+            stacklevel=4,
+        )
 
 
 _KERNELS = {"fused", "foreach", "capturable", "differentiable", "param_names"}

@@ -324,6 +324,11 @@ class RankOptimizer:
         """Return the class names of the optimizer and of its schedule."""
         return type(self._optimizer).__name__, None if self._scheduler is None else type(self._scheduler).__name__
 
+    @property
+    def schedule_state(self) -> dict[str, Any]:
+        """Return the state of the schedule, as its state_dict has it; nothing without a schedule."""
+        return {} if self._scheduler is None else self._scheduler.state_dict()
+
     def states(self, bucket: Bucket) -> list[tuple[tuple[str, ...], torch.Tensor, dict[str, Any]]]:
         """Return what the optimizer keeps of a bucket: parameters, the tensor that stands for them, and its state.
 
