@@ -80,6 +80,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/test_compositions.py",
         "tests/test_parity_processes.py",
         "tests/test_schedules.py",
+        "tests/test_resume_strategies.py",
         "tests/test_collectives.py",
         "tests/test_emulation.py",
         "tests/test_own_cost_model.py",
@@ -97,6 +98,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "packages/autotune/tests/test_tuner_ray.py",
         "tests/test_executors.py",
         "packages/runtime/tests/test_runtime_processes.py",
+        "packages/runtime/tests/test_checkpoint_resume.py",
     ),
 }
 """Files that share what takes long to make: of `make test`'s processes, one takes all files of an entry."""

@@ -55,7 +55,8 @@ from piper import models
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
 from piper_runtime.engine.inline import InlineEngine
-from piper_runtime.launch.run import execute, rank_job
+from piper_runtime.launch.inline_run import rank_job
+from piper_runtime.launch.run import execute
 from piper_runtime.rank.job import materialize
 from piper_runtime.rank.rank import Rank
 from piper_simulator import load_cluster

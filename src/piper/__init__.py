@@ -15,6 +15,7 @@ _HOME = {
     # the job
     "Job": "piper_runtime",
     "Precision": "piper_runtime",
+    "Checkpoints": "piper_runtime",
     "region": "piper_compiler.capture",
     "tag": "piper_compiler.capture",
     "op_cost": "piper_ops",

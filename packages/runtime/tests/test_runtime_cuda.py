@@ -23,8 +23,9 @@ from piper_runtime import Job, Run
 from piper_runtime.engine.cuda_streams import CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from piper_runtime.launch.inline_run import rank_job
 from piper_runtime.launch.report import RankReport
-from piper_runtime.launch.run import _result, rank_job
+from piper_runtime.launch.run import _result
 from piper_runtime.rank.device import CPU, LateNumbers, using
 from piper_runtime.rank.job import materialize
 from piper_runtime.rank.parts import device_scale, gradient_scale

@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw
 from packages.runtime.tests.instants import KINDS, descendants, named_and_ended, pids_alive
 from piper_ir.errors import ExecutionError
+from piper_runtime import Checkpoints
+from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch import ray_cluster, ray_placement
 from piper_runtime.launch.ray_actor import pack, unpack
 from piper_runtime.launch.ray_cluster import connect
@@ -56,6 +59,16 @@ def test_actors_are_used_again_by_a_next_run_and_sit_side_by_side(pool: RayPool)
     assert pool.pids == pids and len(set(pids)) == 2
     places = pool.start().places
     assert [p.bundle for p in places] == [0, 1] and all(p.here and p.name == socket.gethostname() for p in places)
+
+
+def test_actors_save_and_resume_as_one_process_does(pool: RayPool, tmp_path: Path) -> None:
+    plan, job = chain(dp=2, pp=1, tied=True, optimizer=adamw)
+    whole = run(plan, job, steps=4)
+    run(plan, job, steps=2, launcher="ray", pool=pool, checkpoint=Checkpoints(tmp_path, every=1))
+    assert list(complete_checkpoints(tmp_path)) == [1, 2]
+    there = run(plan, job, steps=2, launcher="ray", pool=pool, resume=tmp_path / "step-00000002")
+    assert there.losses == pytest.approx(whole.losses[2:], rel=1e-14) and there.first_step == 2
+    assert all(torch.allclose(t, whole.state_dict()[n], rtol=1e-12, atol=0) for n, t in there.state_dict().items())
 
 
 def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
+from packages.runtime.tests.handmade import adamw
 from piper_ir.errors import ExecutionError, JobError
+from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch import torchrun
 from piper_runtime.launch.command_lines import launch_sections, launch_text
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -62,6 +64,34 @@ def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
     # One of gloo's that then lets go of a tensor would end the process with SIGABRT (`torchrun._leave`). CUDA keeps its own.
     if not torch.cuda.is_available():
         assert [(tmp_path / f"{rank}.threads").read_text() for rank in "01"] == ["1", "1"]
+
+
+SAVING = """
+import json, os, sys
+sys.path[:0] = {path!r}
+from packages.runtime.tests.chains import chain, run
+from packages.runtime.tests.handmade import adamw
+from piper_runtime import Checkpoints
+plan, job = chain(pp=2, optimizer=adamw)
+options = dict(launcher="processes", timeout_s=30, checkpoint=Checkpoints({out!r} + "/checkpoints", every=2))
+found = run(plan, job, steps=3, **options)
+found = run(plan, job, steps=2, resume="latest", **options)
+states = {{n: t.tolist() for n, t in found.state_dict().items()}}
+with open(os.path.join({out!r}, os.environ["RANK"]), "w") as file:
+    json.dump([found.losses, found.first_step, states], file)
+"""
+
+
+def test_ranks_of_torchrun_save_and_resume(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SAVING.format(path=sys.path, out=str(tmp_path)))
+    done = start(file, "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    plan, job = chain(pp=2, optimizer=adamw)
+    whole = run(plan, job, steps=5)
+    wanted = [whole.losses[3:], 3, {n: t.tolist() for n, t in whole.state_dict().items()}]
+    assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [wanted, wanted]
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [3, 4, 5]
 
 
 FAILING = """

@@ -12,7 +12,8 @@ import pytest
 import piper_runtime.launch.watch
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
-from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LOADING, PHASE, RUNNING, STEP, WAITING
+from piper_runtime.checkpoint.rank_file import SaveDone
+from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LOADING, PHASE, RUNNING, SAVING, STEP, WAITING
 from piper_runtime.launch.environment import check_environments, environment
 from piper_runtime.launch.progress import Progress
 from piper_runtime.launch.protocol import Failure
@@ -155,6 +156,27 @@ def test_a_hang_while_loading_is_said_as_it_is() -> None:
     watched = watch([], heart(phase=LOADING), heart())
     assert watched._patience([0]) > 100 > watched._patience([1])
     assert "rank 0 on node n0 was loading the plan" in str(watched._hung([0, 1]))
+
+
+def test_a_hang_while_a_checkpoint_is_written_is_said_as_it_is() -> None:
+    error = watch([], heart(4, 7, SAVING), heart())._hung([0, 1])
+    assert "rank 0 on node n0 was writing a checkpoint after step 4" in str(error)
+    assert "  was writing a checkpoint after step 4" in error.report
+
+
+def test_what_ranks_have_saved_is_handed_on_before_their_answers() -> None:
+    found: list[SaveDone] = []
+    said = [SaveDone(0, 3), SaveDone(1, 3)]
+    watched = watch([(0, said[0]), (1, said[1]), (0, "answer"), (1, "answer")], heart(), heart())
+    assert watched.collect(Progress(chain(pp=2)[0], None, found.append)) == {0: "answer", 1: "answer"} and found == said
+
+
+def test_steps_are_counted_from_the_first_of_the_run() -> None:
+    found: list[StepRecord] = []
+    counted = Progress(chain(pp=2)[0], found.append, first_step=7)
+    for step, rank in ((7, 0), (8, 0), (7, 1), (8, 1)):
+        counted.add(rank, done(step, 11.0 + step))
+    assert [r.step for r in found] == [7, 8]
 
 
 def progress() -> Progress:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError
+from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
 from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
 from piper_runtime.launch import torchrun, wire
 from piper_runtime.launch.protocol import Failure
@@ -36,6 +37,16 @@ MESSAGES: list[Any] = [
         parts={("code", "F", 2): [0.5]},
         messages=[MessageSample("p2p", 4, (0, 1), (0.1, 0.2), ())],
         resident=[(1, 2)],
+    ),
+    SaveDone(
+        1,
+        3,
+        9,
+        [SavedBox("model.w", "float32", (2, 3), (1, 0), (1, 3), "__1_0.distcp", 0, 9)],
+        {"optim.state.w.seen": 3},
+        {"w": 3.0},
+        ("AdamW", None),
+        [{"lr": 0.1, "betas": [0.9, 0.99]}],
     ),
     RankReport(memory=MemoryRecord(9, 1, 3, (MemoryPoint(0, 4, 5),)), spans=[(0, 0.5, 1.5)], waits=[(0, 0.1, 0.2)]),
 ]

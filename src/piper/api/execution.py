@@ -17,7 +17,7 @@ from piper_ir.errors import JobError, OutputError, PiperWarning, PlanError
 from piper_ir.keywords import check_keywords, checked_call
 
 if TYPE_CHECKING:
-    from piper_runtime import Job, Run
+    from piper_runtime import Checkpoints, Job, Run
     from piper_runtime.launch import StepRecord
     from piper_simulator import Cluster
 
@@ -87,6 +87,8 @@ def execute(
     folder: Path | None = None,
     log: Iterable[str] = (),
     on_step: Callable[[StepRecord], object] | None = None,
+    checkpoint: Checkpoints | None = None,
+    resume: str | Path | None = None,
     **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps.
@@ -108,9 +110,13 @@ def execute(
         folder: As `out`, but into this folder itself.
         log: Logs of steps beside metrics.jsonl while the run goes on: "tensorboard", "wandb".
         on_step: Called with every finished step, a `StepRecord` of `piper_runtime`.
+        checkpoint: Where and how often the state is saved.
+        resume: "latest", the newest complete checkpoint in the folder of `checkpoint`, or the path of one. The run goes
+            on from there with `steps` more steps; another strategy than that of then may run it.
         more: Other keywords of `piper_runtime.execute`.
 
-    Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError.
+    Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
+    and FormatError for a checkpoint that was changed.
     """
     from piper_compiler.capture import check_autocast
     from piper_ir.verify import verify
@@ -121,8 +127,10 @@ def execute(
         from piper.api.emulation import emulate
 
         check_keywords("execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError)
-        if log or on_step is not None:
-            raise JobError('execute(launcher="emulated"): nothing is trained, so there are no steps for log and on_step')
+        if log or on_step is not None or checkpoint is not None or resume is not None:
+            raise JobError(
+                'execute(launcher="emulated"): nothing is trained, so there is nothing for log, on_step, checkpoint and resume'
+            )
         return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
     check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
     chosen = job or compiled.job
@@ -147,7 +155,7 @@ def execute(
     options: dict[str, Any] = dict(
         steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory
     )
-    options |= {"trainable": compiled.trainable}
+    options |= {"trainable": compiled.trainable, "checkpoint": checkpoint, "resume": resume}
     with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:

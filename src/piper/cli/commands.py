@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.checkpoints import checkpoint
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.cli.options import (
     LOG,
@@ -23,6 +24,7 @@ from piper.cli.options import (
     TIMEOUT_S,
     AddressOption,
     AsJsonOption,
+    CheckpointOption,
     ChunksOption,
     ChunkTimesOption,
     ClusterNameOption,
@@ -32,6 +34,7 @@ from piper.cli.options import (
     CsvOption,
     DevicesOption,
     EmulateOption,
+    EveryOption,
     FileArgument,
     JitterOption,
     JitterSeedOption,
@@ -53,6 +56,7 @@ from piper.cli.options import (
     RecipeNameOption,
     RepeatsOption,
     RepetitionsOption,
+    ResumeOption,
     RowsOption,
     SearchersOption,
     SeedOption,
@@ -71,6 +75,7 @@ from piper.cli.pipes import open_output
 from piper_ir.errors import JobError
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(checkpoint)
 
 
 @app.callback()
@@ -156,6 +161,9 @@ def run(
     emulate: EmulateOption = None,
     log: LogOption = LOG,
     ranges: RangesOption = False,
+    checkpoint: CheckpointOption = None,
+    every: EveryOption = None,
+    resume: ResumeOption = False,
     as_json: AsJsonOption = False,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write a report.
@@ -166,8 +174,9 @@ def run(
         from piper.cli import running
 
         arguments = running.RunArguments(
-            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json
-        )
+            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
+            checkpoint, every, resume,
+        )  # fmt: skip
         (running.launch if print_launch else running.run)(arguments)
 
 
@@ -183,6 +192,9 @@ def launch(
     nodes: NodesOption = None,
     log: LogOption = LOG,
     ranges: RangesOption = False,
+    checkpoint: CheckpointOption = None,
+    every: EveryOption = None,
+    resume: ResumeOption = False,
     as_json: AsJsonOption = False,
 ) -> None:
     """Print the command lines that train on many machines: torchrun, Slurm, Ray. Runs nothing.
@@ -194,7 +206,7 @@ def launch(
 
         given = running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
-            as_json=as_json,
+            as_json=as_json, checkpoint=checkpoint, every=every, resume=resume,
         )  # fmt: skip
         running.launch(given)
 
@@ -227,10 +239,7 @@ def profile(
         check_costs_path(out)
         costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
         save_costs(out, costs)
-        if as_json:
-            print(dumps(costs))
-        else:
-            show(costs_table(costs, title=f"costs of {file.name}"))
+        print(dumps(costs)) if as_json else show(costs_table(costs, title=f"costs of {file.name}"))
         print(f"costs are in {out}", file=sys.stderr)
 
 

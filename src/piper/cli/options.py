@@ -140,6 +140,17 @@ CsvOption = Annotated[
 ]
 LoweredOption = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
 RangesOption = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
+CheckpointOption = Annotated[
+    Path | None, typer.Option("--checkpoint", metavar="DIR", help="save the state there while training, for --resume")
+]
+EveryOption = Annotated[int | None, typer.Option("--every", min=1, help="steps from one --checkpoint to the next (default 100)")]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="go on from the newest checkpoint of --checkpoint, with any strategy; without --steps up to the file's steps",
+    ),
+]
 AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
 
@@ -172,6 +183,7 @@ ARGUMENTS = (
     "timeout_s",
     "repeats",
     "storage",
+    "resume",
     "seed",
     "steps",
     "rows",
@@ -184,7 +196,7 @@ PARAMETERS = {"cluster": "address"}
 """The arguments whose option has another name."""
 _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
 _SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
-_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
+_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)")
 
 
 def in_flags(message: str, options: Container[str] | None = None) -> str:
@@ -197,6 +209,8 @@ def in_flags(message: str, options: Container[str] | None = None) -> str:
         parameter = PARAMETERS.get(name, name)
         if options is not None and parameter not in options:
             return match[0]
+        if name == "resume":
+            return "--resume"  # which is always the newest one
         if (name, value) == ("launcher", "emulated"):
             return "--emulate CLUSTER"
         return f"--{parameter.replace('_', '-')} {value}".rstrip()

@@ -16,6 +16,7 @@ from piper.cli.options import LOG, RUNS, TIMEOUT_S, pairs
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.errors import JobError
+from piper_runtime import Checkpoints
 from piper_runtime.launch import is_first, launch_sections, launch_text
 
 
@@ -37,6 +38,17 @@ class RunArguments:
     log: str = LOG
     ranges: bool = False
     as_json: bool = False
+    checkpoint: Path | None = None
+    every: int | None = None
+    resume: bool = False
+
+    def checkpoints(self) -> Checkpoints | None:
+        """Return where and how often the run is saved; raise JobError for options that need a folder."""
+        if self.checkpoint is not None:
+            return Checkpoints(self.checkpoint) if self.every is None else Checkpoints(self.checkpoint, self.every)
+        if given := [flag for flag, value in (("--every", self.every), ("--resume", self.resume)) if value]:
+            raise JobError(f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR")
+        return None
 
     def loaded(self) -> JobFile:
         """Run FILE.py and return its definitions."""
@@ -54,7 +66,11 @@ def launch(arguments: RunArguments) -> None:
         "--timeout-s": a.timeout_s if a.timeout_s != TIMEOUT_S else None,
         "--out": a.out if a.out != RUNS else None,
         "--ranges": a.ranges,
+        "--checkpoint": a.checkpoint,
+        "--every": a.every,
+        "--resume": a.resume,
     }
+    a.checkpoints()
     refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
     world = a.loaded().strategy.mesh.world
     if wrong := [flag for flag, given in refused.items() if given]:
@@ -87,8 +103,9 @@ def run(arguments: RunArguments) -> None:
 def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges:
-        raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
+    saved = a.checkpoint is not None or a.every is not None or a.resume
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved:
+        raise JobError("--emulate trains nothing: leave out --launcher, --address, --log, --ranges, --checkpoint and --resume")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():
         simulated, emulated = emulated_session(
@@ -100,14 +117,23 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
         print(json.dumps({"predicted": simulated.summary(), "emulated": numbers}))
 
 
+def _steps_left(steps: int, settings: Settings) -> int:
+    """Return how many of a file's steps are still to be done; raise JobError when there are none."""
+    begin = settings.first_step()
+    if begin >= steps:
+        raise JobError(f"the training is complete: {begin} of the file's {steps} steps are done; give --steps to train more")
+    return steps - begin
+
+
 def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], first: bool) -> None:
     """Predict and train; only the first of the processes that torchrun started prints and writes."""
     a = arguments
     settings = Settings(
         launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
-        timeout_s=a.timeout_s, log=logs, ranges=a.ranges,
+        timeout_s=a.timeout_s, log=logs, ranges=a.ranges, checkpoint=a.checkpoints(), resume=a.resume,
     )  # fmt: skip
+    steps = a.steps or _steps_left(job_file.steps, settings)
     with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():
-        done = session(job_file.job, job_file.strategy, steps=a.steps or job_file.steps, settings=settings)
+        done = session(job_file.job, job_file.strategy, steps=steps, settings=settings)
     if a.as_json and first:
         print(json.dumps(as_numbers(done)))

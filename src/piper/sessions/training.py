@@ -23,7 +23,7 @@ from piper_report import beside_table
 from piper_simulator import Simulation, device_type, simulate
 
 if TYPE_CHECKING:
-    from piper_runtime import Job, Run
+    from piper_runtime import Checkpoints, Job, Run
     from piper_runtime.launch import StepRecord, Workers
 
 
@@ -42,6 +42,8 @@ class Settings:
         log: As in `piper.execute`.
         ranges: As in `piper_runtime.execute`.
         pool: Workers to use again.
+        checkpoint: As in `piper.execute`.
+        resume: Whether to go on from the newest complete checkpoint of `checkpoint`.
     """
 
     launcher: str = "ray"
@@ -54,6 +56,16 @@ class Settings:
     log: Iterable[str] = ()
     ranges: bool = False
     pool: Workers | None = None
+    checkpoint: Checkpoints | None = None
+    resume: bool = False
+
+    def first_step(self) -> int:
+        """Return the step with which the run begins; raise JobError or FormatError where it cannot be resumed."""
+        if not self.resume or self.checkpoint is None:
+            return 0
+        from piper_runtime.checkpoint import newest_checkpoint, open_checkpoint
+
+        return open_checkpoint(newest_checkpoint(self.checkpoint.path)).meta.step
 
     def durations(self) -> Costs | None:
         """Return the costs, from their file if they are one."""
@@ -87,6 +99,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     costs = settings.durations()
     compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
+    begin = settings.first_step()
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
@@ -99,7 +112,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
             save_prediction(folder, prediction)
         print(
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-            f"{steps} steps, launcher {settings.launcher}"
+            f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher {settings.launcher}"
         )
         run = _executed(compiled, steps, settings, folder)
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
@@ -118,6 +131,7 @@ def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path |
         return execute(
             compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
             folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+            checkpoint=settings.checkpoint, resume="latest" if settings.resume else None,
         )  # fmt: skip
     except Interrupted as e:
         if folder is not None:

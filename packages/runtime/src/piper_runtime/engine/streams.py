@@ -51,8 +51,12 @@ processes read them to see progress and to name the instruction of a rank that d
 """
 LAST_STEP = HEART_SLOTS - 1
 """The slot where a launcher writes after how many steps an interrupted run ends; 0 without an interrupt."""
-RUNNING, WAITING, LOADING = 0, 1, 2
-"""The phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
+RUNNING, WAITING, LOADING, SAVING = 0, 1, 2, 3
+"""The phases of a rank.
+
+They are: in an instruction or between two, waiting for another stream, not yet in the first step, and waiting for a
+checkpoint to be written.
+"""
 
 Heartbeat = MutableSequence[int]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, Self
 
 from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
-from piper_runtime.launch.progress import OnStep
+from piper_runtime.launch.progress import OnSave, OnStep
 
 Launcher = Literal["ray", "processes", "inline", "emulated"]
 LAUNCHERS = {
@@ -24,11 +24,18 @@ class Workers(Protocol):
 
     world: int
 
-    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+    def run(
+        self,
+        plan: Plan,
+        requests: Mapping[int, Any],
+        timeout_s: float,
+        on_step: OnStep | None = None,
+        on_save: OnSave | None = None,
+    ) -> dict[int, Any]:
         """Give every rank its request (see `piper_runtime.launch.worker.perform`) and collect the answers.
 
         On any failure, and on an interrupt, all workers are ended first. `on_step` is called with steps if the requests
-        say `stream`.
+        say `stream`, `on_save` with what ranks write of checkpoints.
         """
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import Plan
 from piper_runtime.launch.interrupt import PATIENCE_S
-from piper_runtime.launch.progress import OnStep, Progress
+from piper_runtime.launch.progress import OnSave, OnStep, Progress
+from piper_runtime.launch.protocol import first_step
 from piper_runtime.launch.report import Interrupted
 from piper_runtime.launch.watch import Watch, WatchedTeam
 
@@ -70,13 +71,20 @@ class TeamPool(ABC, Generic[T]):
     def start(self) -> T:
         """Start the workers, unless they run already; raise ExecutionError when they do not come up."""
 
-    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+    def run(
+        self,
+        plan: Plan,
+        requests: Mapping[int, Any],
+        timeout_s: float,
+        on_step: OnStep | None = None,
+        on_save: OnSave | None = None,
+    ) -> dict[int, Any]:
         """See `piper_runtime.launch.launchers.Workers`."""
         if len(requests) > self.world:
             raise ExecutionError(
                 f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
             )
-        progress = Progress(plan, on_step)
+        progress = Progress(plan, on_step, on_save, first_step(requests))
         try:
             team = self.start()
             team.send(requests)

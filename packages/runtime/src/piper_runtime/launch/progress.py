@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 
 from piper_ir.errors import NonFiniteLossError, PiperWarning
 from piper_ir.plan import Plan
+from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.launch.report import RankReport, StepDone, StepRecord
 from piper_runtime.rank.rank import step_loss
 
 OnStep = Callable[[StepRecord], object]
 """A function that a caller wants to be called with every finished step."""
+OnSave = Callable[[SaveDone], object]
+"""A function that is called with what each rank has written of a checkpoint."""
 
 
 class Progress:
@@ -21,11 +24,12 @@ class Progress:
     ranks have done.
     """
 
-    def __init__(self, plan: Plan, on_step: OnStep | None):
+    def __init__(self, plan: Plan, on_step: OnStep | None, on_save: OnSave | None = None, first_step: int = 0):
         self._plan = plan
         self._on_step = on_step
+        self._on_save = on_save
         self._found: dict[int, dict[int, StepDone]] = {}
-        self._next = 0
+        self._next = first_step
         self._ended: dict[int, float] = {}
         self._warned = False
         self.latest: StepRecord | None = None
@@ -38,6 +42,11 @@ class Progress:
         while len(self._found.get(self._next, ())) == self._plan.mesh.world:
             self._hand_on(self._record(self._found.pop(self._next)))
             self._next += 1
+
+    def saved(self, done: SaveDone) -> None:
+        """Hand on what one rank has written of a checkpoint."""
+        if self._on_save is not None:
+            self._on_save(done)
 
     def finish(self, reports: Mapping[int, RankReport]) -> None:
         """Hand on the steps that messages did not bring."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from piper_runtime.checkpoint.restoring import Restore
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device
 from piper_runtime.rank.code import ShippedCode
@@ -37,6 +39,7 @@ class Request:
         buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
         options: how the run goes.
+        restore: the checkpoint from which the run goes on; None: it begins with `params` and `buffers`.
         device: the kind of device that runs take where the request is made.
     """
 
@@ -47,6 +50,7 @@ class Request:
     buffers: Mapping[str, torch.Tensor]
     seed: int
     options: RunOptions
+    restore: Restore | None = None
     device: str = field(default_factory=lambda: device.default)
 
 
@@ -58,3 +62,8 @@ class Failure:
     message: str
     details: str
     peer: bool
+
+
+def first_step(requests: Mapping[int, Any]) -> int:
+    """Return the number of the first step of the runs that are requested; 0 for requests without training."""
+    return next((r.options.first_step for r in requests.values() if isinstance(r, Request)), 0)

@@ -22,7 +22,7 @@ from piper_ir.plan import Plan
 from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import check_environments, environment
 from piper_runtime.launch.pool import TeamPool
-from piper_runtime.launch.progress import OnStep
+from piper_runtime.launch.progress import OnSave, OnStep
 from piper_runtime.launch.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.launch.ray_cluster import RayLink, connect
 from piper_runtime.launch.ray_placement import RankHost, place_ranks
@@ -213,9 +213,16 @@ class RayPool(TeamPool[_Team]):
             self._link.close()
         self._link = None
 
-    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+    def run(
+        self,
+        plan: Plan,
+        requests: Mapping[int, Any],
+        timeout_s: float,
+        on_step: OnStep | None = None,
+        on_save: OnSave | None = None,
+    ) -> dict[int, Any]:
         try:
-            return super().run(plan, requests, timeout_s, on_step)
+            return super().run(plan, requests, timeout_s, on_step, on_save)
         except Exception as e:
             if self._link is not None and isinstance(e, self._link.ray.exceptions.RayError):
                 raise ExecutionError(f"Ray {_cause(e)}") from e

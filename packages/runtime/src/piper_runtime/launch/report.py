@@ -25,6 +25,7 @@ class StepRecord:
     """Describe one finished step of a run.
 
     Attributes:
+        step: its number; a run that was resumed goes on with the numbers of the run before.
         loss: the loss over the global batch.
         step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
             ready.
@@ -65,6 +66,7 @@ class RankReport:
         clock_error_s: the error of times from another machine against the launcher's clock.
         batch_s: per step the seconds in Job.batch.
         waits: of the last step, see `piper_runtime.rank.feed.Feed`.
+        first_step: the number of the step that was done first.
     """
 
     started: float = 0.0
@@ -79,6 +81,7 @@ class RankReport:
     clock_error_s: float = 0.0
     batch_s: list[float] = field(default_factory=list)
     waits: list[tuple[int, float, float]] = field(default_factory=list)
+    first_step: int = 0
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Move the times to another clock, which is known to `error_s`."""
@@ -97,7 +100,7 @@ class RankReport:
 
     def steps(self) -> list[StepDone]:
         """Return a report for every step that is done."""
-        found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True))
+        found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True), self.first_step)
         return [StepDone(step, self.started, *of) for step, of in found]
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
@@ -136,14 +139,6 @@ def aligned(message: Any, ahead: float, error_s: float) -> Any:
     if isinstance(message, RankReport):
         message.shift(-ahead, error_s)
     return message
-
-
-def measured_step(steps: int) -> int:
-    """Return the step in which memory is measured: the second, or the only one.
-
-    Some optimizers make their state in the first, where it would come after the peak of the forward.
-    """
-    return min(1, steps - 1)
 
 
 def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 
 from piper_ir.plan import Plan
+from piper_runtime.checkpoint.restoring import restore_of
+from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.launch.protocol import Request
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
@@ -14,10 +16,13 @@ from piper_runtime.rank.store import held_params, lone_tensors
 from piper_runtime.weights import part_of
 
 
-def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
+def make_requests(
+    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, saved: SavedRun | None = None
+) -> dict[int, Request]:
     """Return the request of each rank; raise JobError when the job's callables cannot leave this process.
 
-    The ranks of a role share one object, so that a launcher can send it once to each machine.
+    The ranks of a role share one object, so that a launcher can send it once to each machine. They go on from
+    the state of `saved`, if it is given.
     """
     plan_blob = pickle.dumps(plan)
     callables = pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss)))
@@ -30,6 +35,7 @@ def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialStat
         rank = role.ranks[0]
         params = part_of(initial.params, held_params(plan, rank))
         buffers = part_of(initial.buffers, lone_tensors(plan, rank, "buffer"))
-        request = Request(plan_blob, callables, found, params, buffers, job.seed, options)
+        restored = None if saved is None else restore_of(saved, {*params, *buffers})
+        request = Request(plan_blob, callables, found, params, buffers, job.seed, options, restored)
         out |= dict.fromkeys(role.ranks, request)
     return out

@@ -30,6 +30,7 @@ class Run:
         rank_gradients: per rank and step, with `gradients=True`.
         memory: bytes alive in each instruction; empty when not asked for.
         batch_s: of step_s, the seconds in Job.batch, of the rank that waited most.
+        first_step: the number of the step that `losses` begins with.
     """
 
     losses: list[float]
@@ -42,6 +43,7 @@ class Run:
     memory: Mapping[int, MemoryRecord]
     _initial: InitialState = field(repr=False)
     batch_s: list[float] = field(default_factory=list)
+    first_step: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from statistics import median
-
-import torch
 
 from piper_ir.errors import JobError
 from piper_ir.ops import Update
 from piper_ir.plan import Plan
-from piper_runtime.engine.inline import InlineEngine
-from piper_runtime.engine.memory import Counter
-from piper_runtime.engine.ranges import name_inline
-from piper_runtime.engine.trace import TimedSpan, executed_trace
-from piper_runtime.launch.interrupt import at_step_end
+from piper_runtime.checkpoint.settings import Checkpoints
+from piper_runtime.engine.trace import executed_trace
+from piper_runtime.launch.beginning import beginning_of, committing
+from piper_runtime.launch.inline_run import run_inline
 from piper_runtime.launch.joined import joined_gradients, joined_states
 from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, open_pool
-from piper_runtime.launch.progress import OnStep, Progress
+from piper_runtime.launch.progress import OnSave, OnStep, Progress
 from piper_runtime.launch.protocol import Request
-from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord
 from piper_runtime.launch.request import make_requests
 from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.launch.run_options import RunOptions
-from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import ExportedCode
-from piper_runtime.rank.device import choose_device
 from piper_runtime.rank.job import InitialState, Job, materialize
-from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import RankJob
 from piper_runtime.rank.same_model import check_same_model
 
 TRACED = (
@@ -41,7 +34,8 @@ TRACED = (
 def execute(
     plan: Plan, code: ExportedCode, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
-    ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
+    ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None, first_step: int | None = None,
+    checkpoint: Checkpoints | None = None, resume: str | Path | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -59,9 +53,16 @@ def execute(
         on_step: called here with every finished step, in order, while the run goes on; when it raises, that is a
             warning and the run goes on.
         trainable: names of the parameters that had requires_grad when the plan was made (None: not known).
+        first_step: the number of the first step, which decides rows, random numbers and the schedule of learning rates;
+            weights are those of Job.init all the same. Default: 0, or the step of the checkpoint.
+        checkpoint: where and how often the state is saved.
+        resume: "latest", the newest complete checkpoint in the folder of `checkpoint`, or the path of one; the run goes
+            on from there with `steps` more steps, under this or any other strategy.
 
     Raises:
-        JobError: the job does not fit the plan.
+        JobError: the job does not fit the plan or the checkpoint.
+        FormatError: the checkpoint is truncated or was changed.
+        OutputError: the folder of checkpoints cannot be written.
         NonFiniteLossError: with step, rank and microbatch.
         HangError: with every rank's last instructions.
         ExecutionError: with rank, node, instruction and peer.
@@ -69,30 +70,32 @@ def execute(
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
-    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, stream=on_step is not None)
+    begin = beginning_of(plan, job, checkpoint, resume, first_step)
+    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, on_step is not None, begin.step, begin.checkpoint)
     reports: Mapping[int, RankReport]
-    try:
-        if launcher == "inline":
-            reports = _run_inline(plan, code, job, initial, options, Progress(plan, on_step))
-        else:
-            reports = _run_workers(
-                plan, make_requests(plan, code, job, initial, options), options, launcher, cluster, pool, on_step
-            )
-    except Interrupted as e:
-        e.run = _result(plan, e.reports, initial, memory)
-        raise
+    with committing(begin.checkpoint, plan, job, initial) as on_save:
+        try:
+            if launcher == "inline":
+                progress = Progress(plan, on_step, on_save, begin.step)
+                reports = run_inline(plan, code, job, initial, options, progress, begin.saved)
+            else:
+                requests = make_requests(plan, code, job, initial, options, begin.saved)
+                reports = _run_workers(plan, requests, options, launcher, cluster, pool, on_step, on_save)
+        except Interrupted as e:
+            e.run = _result(plan, e.reports, initial, memory)
+            raise
     return _result(plan, reports, initial, memory)
 
 
 def _run_workers(
     plan: Plan, requests: Mapping[int, Request], options: RunOptions, launcher: Launcher, cluster: str, pool: Workers | None,
-    on_step: OnStep | None,
+    on_step: OnStep | None, on_save: OnSave | None,
 ) -> Mapping[int, RankReport]:  # fmt: skip
     """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
     if pool is not None:
-        return pool.run(plan, requests, options.timeout_s, on_step)
+        return pool.run(plan, requests, options.timeout_s, on_step, on_save)
     with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
-        return own.run(plan, requests, options.timeout_s, on_step)
+        return own.run(plan, requests, options.timeout_s, on_step, on_save)
 
 
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
@@ -118,51 +121,10 @@ def check_clip(plan: Plan, job: Job) -> None:
             )
 
 
-def rank_job(job: Job) -> RankJob:
-    """Return the part of a job that ranks need."""
-    return RankJob(job.batch, job.optimizer, job.scheduler, job.seed)
-
-
-def _run_inline(
-    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress
-) -> dict[int, RankReport]:
-    reports = {r: RankReport() for r in range(plan.mesh.world)}
-    device = choose_device(devices.default, 0)  # all ranks on one
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        ranks = [
-            Rank(
-                plan, r, code, rank_job(job), initial.params, initial.buffers, report.probe if options.gradients else None, device
-            )
-            for r, report in reports.items()
-        ]
-        if options.ranges:
-            for rank in ranks:
-                name_inline(rank)
-        counters: dict[int, Counter] = {}
-        engine = InlineEngine(ranks)
-        for report in reports.values():
-            report.started = time.perf_counter()
-        spans: dict[int, list[TimedSpan]] = {}
-        with at_step_end() as interrupt:
-            for step in range(options.steps):
-                if options.memory and step == measured_step(options.steps):
-                    counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
-                spans = engine.step(step)
-                for rank in ranks:
-                    progress.add(rank.rank, reports[rank.rank].end_step(rank))
-                engine.counters = {}
-                if interrupt.asked:
-                    break
-    for rank in ranks:
-        reports[rank.rank].close(rank, spans[rank.rank] if options.trace else [], counters.get(rank.rank))
-    if interrupt.asked:
-        raise Interrupted(reports)
-    return reports
-
-
 def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState, memory: bool) -> Run:
     records: list[StepRecord] = []
-    Progress(plan, records.append).finish(reports)
+    first = min(r.first_step for r in reports.values())
+    Progress(plan, records.append, first_step=first).finish(reports)
     losses, step_s = [r.loss for r in records], [r.step_s for r in records]
     notes = {"peak_bytes": MEASURED} if memory else {}
     if any(r.spans for r in reports.values()):
@@ -172,10 +134,10 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState
     spans = {r: rep.spans for r, rep in reports.items()}
     points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
     waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
-    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes, waits)
+    trace = executed_trace(plan, first + len(records) - 1, spans, points, losses, notes, waits)
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
         joined_states(plan, reports), joined_gradients(plan, reports),
-        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial, [r.batch_s for r in records],
+        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial, [r.batch_s for r in records], first,
     )  # fmt: skip

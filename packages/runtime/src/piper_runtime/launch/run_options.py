@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from piper_runtime.checkpoint.settings import Checkpoints
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Say how a run goes, and what it records.
 
     Attributes:
+        steps: how many steps to run.
         timeout_s: seconds without progress of any rank after which the run ends.
         trace: whether to keep the spans of the last step.
         memory: whether to measure peak bytes.
         gradients: whether to keep the gradients of every step.
         ranges: whether to name instructions in profilers.
         stream: whether to report every finished step.
+        first_step: the number of the first of these steps.
+        checkpoint: where and how often the state is saved; None: never.
     """
 
     steps: int
@@ -25,3 +30,18 @@ class RunOptions:
     gradients: bool = False
     ranges: bool = False
     stream: bool = False
+    first_step: int = 0
+    checkpoint: Checkpoints | None = None
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the steps."""
+        return range(self.first_step, self.first_step + self.steps)
+
+    @property
+    def measured(self) -> int:
+        """Return the step in which memory is measured: the second, or the only one.
+
+        Some optimizers make their state in the first, where it would come after the peak of the forward.
+        """
+        return self.first_step + min(1, self.steps - 1)

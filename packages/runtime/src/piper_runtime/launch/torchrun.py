@@ -26,8 +26,8 @@ import torch.distributed as dist
 import piper_ir.errors
 from piper_ir.errors import ExecutionError, HangError, PiperError
 from piper_ir.plan import Plan
-from piper_runtime.launch.progress import OnStep, Progress
-from piper_runtime.launch.protocol import Failure
+from piper_runtime.launch.progress import OnSave, OnStep, Progress
+from piper_runtime.launch.protocol import Failure, first_step
 from piper_runtime.launch.report import RankReport, aligned
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
 from piper_runtime.launch.wire import decode, encode
@@ -216,8 +216,8 @@ class TorchrunPool:
     """Run a plan's workers when this process is one of them.
 
     Every process makes the same calls with the same plan and gets all reports. States and gradients in them are those
-    of the first rank of each role, whose replicas hold equal ones, and this rank's own. `on_step` is called on rank 0
-    only.
+    of the first rank of each role, whose replicas hold equal ones, and this rank's own. `on_step` and `on_save` are
+    called on rank 0 only.
     """
 
     def __init__(self, world: int):
@@ -232,7 +232,14 @@ class TorchrunPool:
     def close(self) -> None:
         """Do nothing: the process is the worker."""
 
-    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+    def run(
+        self,
+        plan: Plan,
+        requests: Mapping[int, Any],
+        timeout_s: float,
+        on_step: OnStep | None = None,
+        on_save: OnSave | None = None,
+    ) -> dict[int, Any]:
         started = _number("WORLD_SIZE")
         if len(requests) != started:
             raise ExecutionError(
@@ -251,7 +258,12 @@ class TorchrunPool:
         kept: list[Any] = []
         threading.Thread(target=_perform, args=(member, requests[rank], kept), name="piper rank", daemon=True).start()
         if rank == 0:
-            _lead(member, mail, Watch(plan, _Team(member, mail), started, timeout_s), Progress(plan, on_step))
+            _lead(
+                member,
+                mail,
+                Watch(plan, _Team(member, mail), started, timeout_s),
+                Progress(plan, on_step, on_save, first_step(requests)),
+            )
         else:
             _follow(member, mail, timeout_s)
         member.broken = False

@@ -12,7 +12,8 @@ import piper_ir.errors
 from piper_ir.errors import ExecutionError, HangError, PiperError
 from piper_ir.ops import COMM
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, STEP
+from piper_runtime.checkpoint.rank_file import SaveDone
+from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP
 from piper_runtime.launch.progress import Progress
 from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.report import StepDone
@@ -36,8 +37,8 @@ class WatchedTeam(Protocol):
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         """Return the messages of these ranks as (rank, message), at least one unless `seconds` pass first.
 
-        A message is a StepDone, a Failure, None when the worker has ended, or the answer to its request; after the last
-        three a rank says no more.
+        A message is a StepDone, a SaveDone, a Failure, None when the worker has ended, or the answer to its request;
+        after the last three a rank says no more.
         """
 
     def heart(self, rank: int) -> Sequence[int]:
@@ -72,6 +73,9 @@ class Watch:
             for rank, message in self.team.wait(waiting, min(TICK_S, self.timeout_s / 4, left)):
                 if isinstance(message, StepDone):
                     progress.add(rank, message)
+                    continue
+                if isinstance(message, SaveDone):
+                    progress.saved(message)
                     continue
                 waiting.discard(rank)
                 if message is None or isinstance(message, Failure):
@@ -149,6 +153,8 @@ class RankPosition:
         """Return step, instruction, stream, and the ranks that the rank waits for, in one line."""
         if self._phase == LOADING:
             return f"{self._name} was loading the plan"
+        if self._phase == SAVING:
+            return f"{self._name} was writing a checkpoint after step {self._step}"
         doing = "ran" if self._phase == RUNNING else "waited before"
         what = f"instruction {self._instr(self._index)}" if self._program else "an empty program"
         text = f"{self._name} {doing} {what} in step {self._step}"
@@ -160,6 +166,8 @@ class RankPosition:
         """Return the last instructions that the rank has issued and its communications in flight, with their waits."""
         if self._phase == LOADING or not self._program:
             return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
+        if self._phase == SAVING:
+            return [f"  was writing a checkpoint after step {self._step}"]
         first = max(self._index - SHOWN + 1, 0)
         out = [f"  step {self._step}"]
         out += [f"  {'>' if i == self._index else ' '} {self._instr(i)}" for i in range(first, self._index + 1)]

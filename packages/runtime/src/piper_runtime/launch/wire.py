@@ -24,6 +24,7 @@ LENGTH = 8
 @functools.cache
 def _records() -> dict[str, type[Any]]:
     """Return the records that ranks send, by name; the import is late because it imports torch's compiler."""
+    from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
     from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
     from piper_runtime.launch.protocol import Failure
     from piper_runtime.launch.report import RankReport, StepDone
@@ -31,7 +32,10 @@ def _records() -> dict[str, type[Any]]:
     from piper_runtime.profile.measure_messages import MessageSample
     from piper_runtime.profile.profiler import ProfileReport
 
-    known = (EmulationReport, Failure, MemoryPoint, MemoryRecord, MessageSample, ProfileReport, RankReport, StepDone)
+    known = (
+        EmulationReport, Failure, MemoryPoint, MemoryRecord, MessageSample, ProfileReport, RankReport, SaveDone, SavedBox,
+        StepDone,
+    )  # fmt: skip
     return {record.__name__: record for record in known}
 
 

@@ -14,11 +14,14 @@ import torch
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.tools import user_line
+from piper_runtime.checkpoint.rank_saver import RankSaver
+from piper_runtime.checkpoint.restoring import restore
 from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
-from piper_runtime.engine.streams import HEART_SLOTS, LAST_STEP, LOADING, PHASE, RUNNING, STEP, Heartbeat
+from piper_runtime.engine.streams import HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP, Heartbeat
 from piper_runtime.launch.protocol import Failure, Request
-from piper_runtime.launch.report import RankReport, measured_counter, measured_step
+from piper_runtime.launch.report import RankReport, measured_counter
+from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.timed_rank import EmulationRequest, emulate_rank
 from piper_runtime.profile.profiler import ProfileRequest, profile
 from piper_runtime.rank.code import missing_operators
@@ -89,40 +92,63 @@ def perform(context: WorkerContext, request: object) -> Any:
 
 
 def run(context: WorkerContext, request: Request) -> RankReport:
-    """Bind the plan and run its steps."""
-    rank, heart, communicators = context.rank, context.heart, context.communicators
+    """Bind the plan, bring the rank to the state of a checkpoint if there is one, and run its steps."""
+    rank, heart = context.rank, context.heart
     plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
     batch, optimizer, scheduler = parcel.open()
     if missing_operators(request.code):
         parcel.import_definers()
-    report, options = RankReport(), request.options
-    job = RankJob(batch, optimizer, scheduler, request.seed)
+    options = request.options
+    report = RankReport(first_step=options.first_step)
+    job = RankJob(batch, optimizer, scheduler, request.seed, options.first_step)
     device = take_device(request.device, rank if context.local_rank is None else context.local_rank)
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None
     bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
+    if request.restore is not None:
+        restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
     streams = plan.role_of(rank).streams
     if len(streams) > HEART_SLOTS - 4:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
-    local_world = plan.mesh.world if context.local_world is None else context.local_world
+    _train(context, bound, options, report)
+    return report
+
+
+def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: RankReport) -> None:
+    """Run the steps of a bound rank, and save its state where checkpoints are due."""
+    heart, world = context.heart, bound.plan.mesh.world
+    local_world = world if context.local_world is None else context.local_world
     name = named_instructions if options.ranges else None
-    backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=options.trace, name=name)
+    backend, engine = connected(bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name)
+    saver = None if options.checkpoint is None else RankSaver(bound, options.checkpoint, context.tell, _saving(heart))
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
-    for step in range(options.steps):
+    for step in options.numbers:
         if step == heart[LAST_STEP] > 0:
             break
-        last = step == options.steps - 1
-        observed = options.memory and step == measured_step(options.steps)
+        observed = options.memory and step == options.measured
         if observed:
             counter = measured_counter(bound, alone=True)
-        engine.step(step, traced=options.trace and last, counter=counter if observed else None)
+        engine.step(step, traced=options.trace and step == options.numbers[-1], counter=counter if observed else None)
         done = report.end_step(bound)
         if options.stream:
             context.tell(done)
+        if saver is not None:
+            saver.step_done(step + 1)
+            heart[PHASE] = RUNNING
+    if saver is not None:
+        saver.finish(options.first_step + len(report.finished))
     backend.close()
     report.close(bound, engine.spans, counter)
-    return report
+
+
+def _saving(heart: Heartbeat) -> Callable[[int], None]:
+    """Return a function that shows in the heart that the rank waits for a checkpoint, and how far that is."""
+
+    def beat(written: int) -> None:
+        heart[PHASE], heart[ISSUED] = SAVING, written
+
+    return beat

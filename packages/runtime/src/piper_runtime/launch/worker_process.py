@@ -36,7 +36,14 @@ def serve(setup: Setup) -> None:
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
     # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
-    context = WorkerContext(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
+    speaking = threading.Lock()  # a thread that writes a checkpoint speaks, too
+
+    def tell(message: Any) -> None:
+        said = pickle.dumps(message, protocol=5)
+        with speaking:
+            pipe.send_bytes(said)
+
+    context = WorkerContext(setup.rank, communicators, _heart(setup), tell)
     warm_up()
     gc.freeze()  # what has been imported stays for ever
     gc.enable()

@@ -7,6 +7,7 @@ bucket, one by one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -210,6 +211,15 @@ def call_scheduler(function: Callable[[Optimizer], Any], optimizer: Optimizer) -
     return schedule
 
 
+def advance(schedule: LRScheduler, steps: int) -> None:
+    """Bring a new schedule to where it stands after so many optimizer steps: it follows their number alone."""
+    with warnings.catch_warnings(), user_code(f"Job.scheduler(optimizer) after {steps} steps", JobError):
+        # It asks whether the optimizer has made a step; those steps were made by an earlier run.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+        for _ in range(steps):
+            schedule.step()
+
+
 def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
     if type(optimizer) is SGD:
         return int(group["momentum"] != 0)
@@ -219,8 +229,8 @@ def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
 class RankOptimizer:
     """Run the optimizer of one rank over the buckets that it holds.
 
-    It has the user's groups in the user's order and its learning-rate schedule. If `flat`, it runs on whole buckets, by
-    a fused kernel.
+    It has the user's groups in the user's order and its learning-rate schedule, which stands at `first_step`. If
+    `flat`, it runs on whole buckets, by a fused kernel.
     """
 
     def __init__(
@@ -229,6 +239,7 @@ class RankOptimizer:
         store: Store,
         function: Callable[[NamedParameters], Optimizer],
         scheduler: Callable[[Optimizer], Any] | None,
+        first_step: int = 0,
     ):
         self._store = store
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -251,6 +262,8 @@ class RankOptimizer:
             self._use_views(optimizer, dict(named))
         self._optimizer = optimizer
         self._scheduler = call_scheduler(scheduler, optimizer) if scheduler is not None else None
+        if self._scheduler is not None:
+            advance(self._scheduler, first_step)
 
     def _check_whole(self, kind: str) -> None:
         """Raise JobError where ranks share the states of an optimizer that works on whole parameters."""
@@ -307,6 +320,30 @@ class RankOptimizer:
         """Advance the learning-rate schedule; once per optimizer step, after all updates."""
         if self._scheduler is not None:
             self._scheduler.step()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of the optimizer, with their present settings."""
+        return self._optimizer.param_groups
+
+    @property
+    def kinds(self) -> tuple[str, str | None]:
+        """Return the class names of the optimizer and of its schedule."""
+        return type(self._optimizer).__name__, None if self._scheduler is None else type(self._scheduler).__name__
+
+    @property
+    def schedule_state(self) -> dict[str, Any]:
+        """Return the state of the schedule, as its state_dict has it; nothing without a schedule."""
+        return {} if self._scheduler is None else self._scheduler.state_dict()
+
+    def states(self, bucket: Bucket) -> list[tuple[tuple[str, ...], torch.Tensor, dict[str, Any]]]:
+        """Return what the optimizer keeps of a bucket: parameters, the tensor that stands for them, and its state.
+
+        If `flat` that is one entry for all parameters of the bucket, else one entry for each.
+        """
+        tensors = [p for p, _ in self._members[bucket.id]]
+        names = [bucket.params] if self.flat else [(n,) for n in bucket.params]
+        return [(of, p, self._optimizer.state[p]) for of, p in zip(names, tensors, strict=True)]
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor of optimizer state on this rank."""

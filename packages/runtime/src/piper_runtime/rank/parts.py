@@ -215,6 +215,7 @@ def _update(part: Part, op: Update, rank: RankState) -> Thunk:
         if rank.probe is not None:
             with rank.untracked():
                 rank.probe(rank, op.buckets, scale)
+        rank.before_update()
         rank.optimizer.update(op.buckets, scale)
         for flat in flats:
             flat.zero_()

@@ -33,14 +33,22 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 """A function called in Update before the optimizer's step with the rank, the buckets and the gradients' scale."""
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class RankJob:
-    """Hold the parts of a job that a rank needs: the callables that run on it, and the seed of random operations."""
+    """Hold the parts of a job that a rank needs.
+
+    They are the callables that run on it, the seed of random operations, and the step with which the run begins.
+    """
 
     batch: Batch
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
+    first_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,10 @@ class PlaceInBucket:
 
 
 class RankState:
-    """Hold one rank of a plan with its states, before its program is bound."""
+    """Hold one rank of a plan with its states, before its program is bound.
+
+    An Update calls `before_update` before it writes parameters and optimizer state.
+    """
 
     def __init__(
         self, plan: Plan, rank: int, code: ExportedCode, job: RankJob,
@@ -73,9 +84,10 @@ class RankState:
         self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}
         self.buffer_mb: dict[str, int] = {}
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
             self.store = Store(plan, rank, params, buffers, device)
-            self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler)
+            self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
         self.feed = Feed(plan, rank, job.batch)
         self.steps = LoadedSteps(code, device)
 

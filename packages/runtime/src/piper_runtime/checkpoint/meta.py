@@ -1,0 +1,116 @@
+"""Define what a checkpoint says about its run, beside the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, ClassVar
+
+import torch
+
+from piper_ir.errors import JobError
+from piper_ir.plan import Plan
+from piper_runtime.rank.job import Job
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """Describe the run that a checkpoint was made of.
+
+    Attributes:
+        step: how many optimizer steps are done; the run goes on with the step of this number.
+        seed: the seed of the job; None where no job has made the checkpoint.
+        global_batch: rows of a step; None as for `seed`.
+        optimizer: the class name of the optimizer; empty where there is no optimizer state.
+        groups: the settings of the optimizer's groups, as the schedule has left them.
+        schedule: the class name of the learning-rate schedule; None without one.
+        schedule_state: the schedule's state, as far as JSON holds it.
+        counters: the steps that the optimizer has counted, by parameter.
+        numbers: what the optimizer keeps beside tensors, by name in the checkpoint.
+        trained: the parameters that are trained.
+        tied: further names of parameters, each with the first one.
+        data: what the batch function says of its data, see `data_of`.
+        program_key: the key of the program.
+        plan_key: the key of the plan.
+        strategy: the mesh and the microbatches of the plan, for people.
+        versions: those of Piper and torch.
+    """
+
+    FORMAT: ClassVar[str] = "piper-checkpoint"
+
+    step: int
+    seed: int | None = None
+    global_batch: int | None = None
+    optimizer: str = ""
+    groups: tuple[Mapping[str, Any], ...] = ()
+    schedule: str | None = None
+    schedule_state: Mapping[str, Any] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    trained: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    program_key: str = ""
+    plan_key: str = ""
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def data_of(job: Job, step: int) -> dict[str, Any]:
+    """Return what the batch function says of its data when so many steps are done; nothing for an ordinary function.
+
+    "fingerprint" is its attribute or method of this name, which is the same in every step; "state" is what its method
+    `state_dict(step)` returns. Raises JobError for what JSON does not hold.
+    """
+    batch: Any = job.batch
+    found: dict[str, Any] = {}
+    if hasattr(batch, "fingerprint"):
+        found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
+        if callable(getattr(batch, "state_dict", None)):
+            found["state"] = batch.state_dict(step)
+    try:
+        return dict(json.loads(json.dumps(found)))
+    except (TypeError, ValueError) as e:
+        raise JobError(
+            f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its fingerprint and "
+            "state_dict"
+        ) from e
+
+
+def data_changes(job: Job, saved: Mapping[str, Any]) -> str:
+    """Return how a job's data differ from those of a checkpoint; an empty text where they do not.
+
+    Names in the batch function's `follows_state` may differ, since its state says where it goes on.
+    """
+    now, before = data_of(job, 0).get("fingerprint"), saved.get("fingerprint")
+    if isinstance(now, dict) and isinstance(before, dict):
+        free = getattr(job.batch, "follows_state", ())
+        names = [n for n in {**before, **now} if n not in free and before.get(n) != now.get(n)]
+        return ", ".join(f"{n} {before.get(n)!r:.80} -> {now.get(n)!r:.80}" for n in names)
+    return "" if now == before else f"{before!r:.80} -> {now!r:.80}"
+
+
+def about_run(plan: Plan, job: Job) -> CheckpointMeta:
+    """Return the description of a run before its first step."""
+    strategy = {
+        "mesh": {axis: plan.mesh.size(axis) for axis in plan.mesh.axes},
+        "microbatches": plan.microbatches,
+        "rows": plan.rows,
+        "replicas": plan.replicas,
+    }
+    return CheckpointMeta(
+        0, job.seed, job.global_batch, trained=tuple(p.name for p in plan.params if p.trained),
+        tied={other: p.name for p in plan.params for other in p.tied}, data=data_of(job, 0), program_key=plan.program_key,
+        plan_key=plan.key, strategy=strategy, versions=versions(),
+    )  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the software that writes a checkpoint."""
+    try:
+        own = metadata.version("piper-runtime")
+    except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        own = "not installed"
+    return {"piper-runtime": own, "torch": str(torch.__version__)}

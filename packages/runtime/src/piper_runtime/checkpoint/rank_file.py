@@ -1,0 +1,115 @@
+"""Write a rank's share of a checkpoint: one file with the boxes of its tensors, each as torch.save writes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piper_ops import dtype_name
+from piper_runtime.checkpoint.boxes import Box, boxes_of_range, whole
+from piper_runtime.checkpoint.rank_tensors import NamedRange, Number
+
+SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBox:
+    """Say where a checkpoint holds a box of a tensor.
+
+    Attributes:
+        key: the tensor's name in the checkpoint.
+        shape: the shape of the whole tensor.
+        file: the name of the file in the checkpoint's folder.
+        at: where the box begins in the file, in bytes.
+        nbytes: how long it is there.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+    nbytes: int
+
+    @property
+    def box(self) -> Box:
+        """Return the box."""
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDone:
+    """Report that a rank has written its share of a checkpoint.
+
+    Attributes:
+        step: the number of steps that are done.
+        nbytes: the size of the rank's file; 0 where it wrote none.
+        boxes: what is in it.
+        numbers: what the optimizer keeps beside tensors.
+        counters: the steps that the optimizer has counted, by parameter.
+        optimizer: the class name of the optimizer, and of its schedule.
+        groups: the settings of the optimizer's groups.
+        schedule: the state of the schedule.
+        problem: why the rank could not write; empty when it could.
+    """
+
+    rank: int
+    step: int
+    nbytes: int = 0
+    boxes: list[SavedBox] = field(default_factory=list)
+    numbers: dict[str, Number] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    optimizer: tuple[str, str | None] = ("", None)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+def rank_file(writer: int | str) -> str:
+    """Return the name of the file of a rank, or of another writer."""
+    return f"__{writer}_0{SUFFIX}"
+
+
+Contents = Sequence[tuple[torch.Tensor, Sequence[NamedRange]]]
+"""The type of flat tensors on the CPU, each with the ranges that lie in it."""
+
+
+def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lambda: None) -> tuple[list[SavedBox], int]:
+    """Write all ranges as boxes into a new file, and make them durable; return where they are, and the file's size.
+
+    `wrote` is called after each box. Without ranges no file is made. Raises OSError, or torch's RuntimeError, when the
+    file cannot be written.
+    """
+    if not any(ranges for _, ranges in contents):
+        return [], 0
+    out: list[SavedBox] = []
+    with path.open("wb") as file:
+        for flat, ranges in contents:
+            for found in ranges:
+                for box, part in _parts(flat, found):
+                    at = file.tell()
+                    torch.save(part, file)
+                    name = dtype_name(flat.dtype)
+                    out.append(SavedBox(found.key, name, found.shape, box.offsets, box.sizes, path.name, at, file.tell() - at))
+                    wrote()
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return out, size
+
+
+def _parts(flat: torch.Tensor, found: NamedRange) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a range with their content, each in memory of its own: torch.save writes whole storages."""
+    at = found.offset
+    for box in boxes_of_range(found.shape, found.start, found.start + found.numel):
+        yield box, flat[at : at + box.numel].view(box.sizes).clone()
+        at += box.numel
+    if not found.numel:  # a tensor without elements is there, too
+        yield whole(found.shape), flat[:0].view(found.shape).clone()

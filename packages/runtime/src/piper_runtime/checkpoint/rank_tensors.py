@@ -1,0 +1,233 @@
+"""List the tensors of a rank's state: which elements of which named tensor lie where, and what the rank saves of them.
+
+A checkpoint knows names and true shapes only, no ranks and buckets. Parameters and buffers are "model.NAME", optimizer
+state is "optim.state.NAME.KEY" for each parameter, as in the checkpoints of torch's own training loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from piper_ir.errors import JobError
+from piper_ir.plan import Bucket, Plan
+from piper_runtime.rank.rank_state import RankState
+
+MODEL, OPTIMIZER = "model", "optim.state"
+Number = int | float | bool | str | None
+"""The type of what an optimizer keeps of a parameter beside tensors, which JSON holds exactly."""
+
+
+def model_key(name: str) -> str:
+    """Return the name in a checkpoint of a parameter or a buffer."""
+    return f"{MODEL}.{name}"
+
+
+def optimizer_key(name: str, key: str) -> str:
+    """Return the name in a checkpoint of what the optimizer keeps of a parameter under `key`."""
+    return f"{OPTIMIZER}.{name}.{key}"
+
+
+def key_path(key: str) -> tuple[str, ...]:
+    """Return the path in nested dicts that a name in a checkpoint stands for."""
+    if key.startswith(f"{OPTIMIZER}."):
+        name, _, last = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
+        return (*OPTIMIZER.split("."), name, last)
+    return MODEL, key.removeprefix(f"{MODEL}.")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRange:
+    """Say that elements of a flat tensor are a range of a named tensor.
+
+    Attributes:
+        key: the name in a checkpoint.
+        shape: the shape of the whole named tensor.
+        start: where the range begins among its elements, in row-major order.
+        offset: where the range begins in the flat tensor.
+        numel: the number of elements.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """Hold a tensor of one dimension with the ranges that lie in it.
+
+    Attributes:
+        early: whether a forward may write it, and not only an Update.
+    """
+
+    tensor: torch.Tensor
+    ranges: tuple[NamedRange, ...]
+    early: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Return whether the ranges are one and the same element: the step counter of a bucket."""
+        return len(self.ranges) > 1 and self.tensor.numel() == 1
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Name a part of a rank's states: ids of buckets, names of parameters outside of buckets, and names of buffers."""
+
+    buckets: frozenset[str]
+    params: frozenset[str]
+    buffers: frozenset[str]
+
+
+def saved_portion(plan: Plan, rank: int) -> Portion:
+    """Return the states that a rank writes into a checkpoint.
+
+    The ranks that hold the same part of a bucket, or the same parameter, share the writing: the one at (index mod
+    holders) writes it. Of a buffer it is the lowest rank, whose copy counts everywhere.
+    """
+    holders: dict[str, list[int]] = {}
+    for role in plan.roles:
+        for state in role.states:
+            holders.setdefault(state.id, []).extend(role.ranks)
+    for ranks in holders.values():
+        ranks.sort()
+
+    def mine(id: str, index: int, axes: tuple[str, ...] = ()) -> bool:
+        part = plan.mesh.index_along(axes, rank)
+        ranks = [r for r in holders.get(id, []) if plan.mesh.index_along(axes, r) == part]
+        return bool(ranks) and ranks[index % len(ranks)] == rank
+
+    buckets = frozenset(b.id for k, b in enumerate(plan.buckets) if mine(f"grad:{b.id}", k, b.shard.optim))
+    bucketed = {name for b in plan.buckets for name in b.params}
+    params = frozenset(p.name for k, p in enumerate(plan.params) if p.name not in bucketed and mine(f"param:{p.name}", k))
+    return Portion(buckets, params, frozenset(b.name for b in plan.buffers if mine(f"buffer:{b.name}", 0)))
+
+
+def left_out(plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the parameters and the buffers that no rank holds, since no operation uses them."""
+    held = {s.id for role in plan.roles for s in role.states}
+    bucketed = {name for b in plan.buckets for name in b.params}
+    params = [p.name for p in plan.params if p.name not in bucketed and f"param:{p.name}" not in held]
+    return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
+
+
+def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
+    """Yield the states of a rank, or a portion of them.
+
+    The tensors share memory with the states where those are contiguous.
+    """
+    store = rank.store
+    for bucket in store.buckets:
+        if portion is None or bucket.id in portion.buckets:
+            yield FlatState(store.own_params[bucket.id], _ranges(rank, bucket, model_key))
+            yield from _optimizer_tensors(rank, bucket, counters=portion is None or _first_part(rank, bucket))
+    bucketed = {name for bucket in store.buckets for name in bucket.params}
+    for name, tensor in store.params.items():
+        if name not in bucketed and (portion is None or name in portion.params):
+            yield _alone(model_key(name), tensor)
+    for name, tensor in store.buffers.items():
+        if portion is None or name in portion.buffers:
+            yield _alone(model_key(name), tensor, early=True)
+
+
+def _first_part(rank: RankState, bucket: Bucket) -> bool:
+    """Return whether a rank has the first part of a bucket, so that it saves what all parts have alike."""
+    return not rank.plan.mesh.index_along(bucket.shard.optim, rank.rank)
+
+
+def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple[NamedRange, ...]:
+    """Return where the elements of a bucket's parameters lie in the part of it that a rank has."""
+    mesh, axes = rank.plan.mesh, bucket.shard.optim
+    size = bucket.numel // mesh.degree(axes)
+    first = size * mesh.index_along(axes, rank.rank)
+    out = []
+    for name, offset in zip(bucket.params, bucket.offsets, strict=True):
+        shape = rank.place_of[name].size
+        begin, end = max(offset, first), min(offset + prod(shape), first + size)
+        if begin < end or not prod(shape):
+            out.append(NamedRange(key(name), shape, begin - offset, begin - first, end - begin))
+    return tuple(out)
+
+
+def _alone(key: str, tensor: torch.Tensor, *, early: bool = False) -> FlatState:
+    return FlatState(tensor.detach().reshape(-1), (NamedRange(key, tuple(tensor.shape), 0, 0, tensor.numel()),), early)
+
+
+def _optimizer_tensors(rank: RankState, bucket: Bucket, *, counters: bool) -> Iterator[FlatState]:
+    for names, _, state in rank.optimizer.states(bucket):
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not rank.optimizer.flat:
+                yield _alone(optimizer_key(names[0], key), value)
+            elif value.ndim:
+                yield FlatState(value, _ranges(rank, bucket, partial(_under, key)))
+            elif counters:
+                yield FlatState(value.view(1), tuple(NamedRange(optimizer_key(n, key), (), 0, 0, 1) for n in names))
+
+
+def _under(key: str, name: str) -> str:
+    return optimizer_key(name, key)
+
+
+def optimizer_numbers(rank: RankState, portion: Portion) -> dict[str, Number]:
+    """Return what the optimizer keeps beside tensors, by name; raise JobError for what a checkpoint cannot hold."""
+    out: dict[str, Number] = {}
+    for bucket in rank.store.buckets:
+        if bucket.id not in portion.buckets:
+            continue
+        for names, _, state in rank.optimizer.states(bucket):
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    out[optimizer_key(names[0], key)] = _number(value, f"{key!r} of parameter {names[0]}")
+    return out
+
+
+def _number(value: Any, what: str) -> Number:
+    if value is None or isinstance(value, int | float | bool | str):
+        return value
+    raise JobError(
+        f"the optimizer keeps a {type(value).__name__} as {what}, which a checkpoint cannot hold; keep tensors and numbers in "
+        "Optimizer.state, or run without checkpoints"
+    )
+
+
+def step_counters(rank: RankState, portion: Portion) -> dict[str, float]:
+    """Return how many steps the optimizer has counted for each parameter, where it counts them."""
+    out: dict[str, float] = {}
+    for bucket in rank.store.buckets:
+        if bucket.id in portion.buckets:
+            for names, _, state in rank.optimizer.states(bucket):
+                if "step" in state:
+                    out |= dict.fromkeys(names, float(state["step"]))
+    return out
+
+
+def group_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of the optimizer's groups: learning rate, decay, ..."""
+    return [plain_settings(group) for group in groups]
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group, or the state of a schedule, as far as JSON holds them."""
+    found = {key: _plain(value) for key, value in settings.items() if key != "params"}
+    return {key: value for key, value in found.items() if value is not _NONE}
+
+
+_NONE = object()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, int | float | bool | str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(v, int | float | bool | str) for v in value):
+        return list(value)
+    return _NONE

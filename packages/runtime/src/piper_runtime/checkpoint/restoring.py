@@ -1,0 +1,187 @@
+"""Bring a rank to the state of a checkpoint: read the boxes that overlap its tensors, whoever has written them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piper_ir.errors import FormatError, JobError
+from piper_ir.plan import Bucket
+from piper_runtime.checkpoint.boxes import boxes_of_range
+from piper_runtime.checkpoint.dcp_metadata import SavedTensor
+from piper_runtime.checkpoint.rank_file import SavedBox
+from piper_runtime.checkpoint.rank_tensors import MODEL, FlatState, NamedRange, key_path, optimizer_key, rank_tensors
+from piper_runtime.checkpoint.saved_run import SavedRun
+from piper_runtime.rank.optimizer import SEPARABLE
+from piper_runtime.rank.rank_state import RankState
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Say from where a rank takes its state.
+
+    Attributes:
+        folder: the checkpoint.
+        tensors: where its tensors lie, as far as the rank needs them.
+        numbers: what the optimizer keeps beside tensors, by name.
+        groups: the settings of the optimizer's groups.
+        weights_only: whether there is no optimizer state, since no step was done.
+    """
+
+    folder: str
+    tensors: Mapping[str, SavedTensor]
+    numbers: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...] = ()
+    weights_only: bool = False
+
+
+def restore_of(saved: SavedRun, names: Collection[str]) -> Restore:
+    """Return what ranks need of a checkpoint that hold the parameters and buffers of these names."""
+    wanted = {*names}
+    tensors = {key: t for key, t in saved.tensors.items() if _name(key) in wanted}
+    numbers = {key: n for key, n in saved.meta.numbers.items() if _name(key) in wanted}
+    return Restore(str(saved.path), tensors, numbers, saved.meta.groups, saved.weights_only)
+
+
+def _name(key: str) -> str:
+    """Return the parameter or buffer to which a name in a checkpoint belongs."""
+    path = key_path(key)
+    return path[-1] if path[0] == MODEL else path[-2]
+
+
+def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> torch.Tensor:
+    """Return elements of a saved tensor as a flat one on the CPU; raise FormatError when they cannot be read."""
+    out = torch.empty(numel, dtype=getattr(torch, saved.dtype))
+    at = 0
+    for box in boxes_of_range(saved.shape, start, start + numel):
+        target, missing = out[at : at + box.numel].view(box.sizes), box.numel
+        for piece in saved.boxes:
+            common = box.overlap(piece.box)
+            if common is not None:
+                target[common.within(box)] = _load(folder, piece)[common.within(piece.box)]
+                missing -= common.numel
+        if missing:
+            raise FormatError(f"{folder}: {missing} elements are missing; take another checkpoint")
+        at += box.numel
+    return out
+
+
+def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
+    """Return a box as it lies in a file, which is read by `weights_only`."""
+    path = folder / piece.file
+    try:
+        with path.open("rb") as file:
+            file.seek(piece.at)
+            found = torch.load(io.BytesIO(file.read(piece.nbytes)), map_location="cpu", weights_only=True)
+    except OSError as e:
+        raise JobError(f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as e:
+        raise FormatError(f"{path} does not hold {piece.key} as it was written ({str(e).splitlines()[0]:.200})") from None
+    if not isinstance(found, torch.Tensor) or found.dtype != getattr(torch, piece.dtype) or tuple(found.shape) != piece.sizes:
+        raise FormatError(f"{path} does not hold {piece.key} as the metadata says; take another checkpoint")
+    return found
+
+
+def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lambda n: None) -> None:
+    """Give a rank the parameters, buffers and optimizer state of a checkpoint; tell `beat` how many tensors are read.
+
+    Raises JobError when the state does not fit its optimizer, and FormatError when it cannot be read.
+    """
+    with torch.no_grad():
+        if not saved.weights_only:
+            kept = _kept([*saved.tensors, *saved.numbers])
+            for bucket in rank.store.buckets:
+                _make_states(rank, bucket, saved, kept)
+            _restore_groups(rank, saved)
+        for read, state in enumerate(rank_tensors(rank)):
+            beat(read)
+            _fill(state, saved)
+
+
+def _fill(state: FlatState, saved: Restore) -> None:
+    folder, before = Path(saved.folder), None
+    for found in state.ranges:
+        if found.key not in saved.tensors:
+            if saved.weights_only:
+                continue  # the optimizer begins, and a buffer is as the model makes it
+            raise FormatError(f"{folder} does not hold {found.key}; take another checkpoint")
+        values = read_range(folder, _fitting(found, saved), found.start, found.numel)
+        if state.shared and before is not None and not torch.equal(values, before):
+            raise JobError(
+                f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and {before.item():g} on "
+                f"{state.ranges[0].key}, which this run would keep in one bucket; give them parameter groups of their own"
+            )
+        before = values
+        state.tensor[found.offset : found.offset + found.numel].copy_(values)
+
+
+def _fitting(found: NamedRange, saved: Restore) -> SavedTensor:
+    tensor = saved.tensors[found.key]
+    if tensor.shape != found.shape:
+        raise JobError(f"{saved.folder}: {found.key} has shape {list(tensor.shape)}, here it has {list(found.shape)}")
+    return tensor
+
+
+def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[str, set[str]]) -> None:
+    """Make the state that the optimizer makes in its first step, where it does not exist yet, for `_fill` to fill."""
+    for names, tensor, state in rank.optimizer.states(bucket):
+        group = rank.optimizer.groups[bucket.group]
+        for name in names:
+            found = kept.get(name, set())
+            if rank.optimizer.flat:
+                _check_keys(name, found, {*state, *(["momentum_buffer"] if group.get("momentum") else [])}, saved)
+            for key in found - state.keys():
+                whole = optimizer_key(name, key)
+                if whole in saved.numbers:
+                    state[key] = saved.numbers[whole]
+                elif rank.optimizer.flat:
+                    state[key] = torch.zeros_like(tensor)
+                else:
+                    state[key] = _zeros(saved.tensors[whole], tensor, key, group)
+
+
+def _kept(keys: Collection[str]) -> dict[str, set[str]]:
+    """Return by parameter the keys under which a checkpoint holds what the optimizer keeps of it."""
+    out: dict[str, set[str]] = {}
+    for path in map(key_path, keys):
+        if path[0] != MODEL:
+            out.setdefault(path[-2], set()).add(path[-1])
+    return out
+
+
+def _check_keys(name: str, found: set[str], needed: set[str], saved: Restore) -> None:
+    if found != needed:
+        raise JobError(
+            f"{saved.folder}: of parameter {name} the optimizer kept {_listed(found)}, with this job's settings it keeps "
+            f"{_listed(needed)}; use the settings of then (momentum, amsgrad)"
+        )
+
+
+def _listed(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
+
+
+def _zeros(saved: SavedTensor, parameter: torch.Tensor, key: str, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return memory for a saved tensor where torch's optimizers keep it: beside the parameter, but step counters."""
+    counter = key == "step" and not (group.get("capturable") or group.get("fused"))
+    device = torch.device("cpu") if counter else parameter.device
+    return torch.zeros(saved.shape, dtype=getattr(torch, saved.dtype), device=device)
+
+
+def _restore_groups(rank: RankState, saved: Restore) -> None:
+    """Take over the settings of groups that an optimizer may change itself; torch's own leave them to the schedule."""
+    if rank.optimizer.kinds[0] in {kind.__name__ for kind in SEPARABLE}:
+        return
+    for group, found in zip(rank.optimizer.groups, saved.groups, strict=False):
+        group.update({key: _as_before(group.get(key), value) for key, value in found.items()})
+
+
+def _as_before(now: Any, value: Any) -> Any:
+    """Return a setting with the type that it has now: JSON makes lists of tuples."""
+    return tuple(value) if isinstance(now, tuple) else value

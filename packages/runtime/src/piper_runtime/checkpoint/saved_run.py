@@ -1,0 +1,204 @@
+"""Open a checkpoint, and check that it is complete, that it is one of Piper's, and that it fits the job."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piper_ir.codec import loads, read_document
+from piper_ir.errors import FormatError, JobError, PiperWarning
+from piper_ir.plan import Plan
+from piper_ir.sizes import TensorSpec, bind
+from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
+from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
+from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key, plain_settings
+from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
+from piper_runtime.rank.job import Job
+from piper_runtime.rank.optimizer import advance, call_optimizer, call_scheduler, meta_parameters, optimizer_spec
+
+MOST_BYTES = 1 << 30
+"""The largest metadata that is read: that of a checkpoint with millions of tensors."""
+MARKER_FORMAT, MARKER_VERSION = "piper-checkpoint-files", 1
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Hold what a complete checkpoint says: its folder, the run that it is of, and where each tensor lies."""
+
+    path: Path
+    meta: CheckpointMeta
+    tensors: Mapping[str, SavedTensor]
+
+    @property
+    def weights_only(self) -> bool:
+        """Return whether it is a beginning: weights without any step of training."""
+        return self.meta.step == 0 and not any(key.startswith(f"{OPTIMIZER}.") for key in self.tensors)
+
+
+def open_checkpoint(path: Path) -> SavedRun:
+    """Return what a checkpoint says.
+
+    Raises JobError when it is missing, incomplete or not one of Piper's, and FormatError when it was changed.
+    """
+    if not path.is_dir():
+        raise JobError(f"{path}: there is no such folder; give the path of a checkpoint")
+    sizes = _files(path)
+    meta = loads(CheckpointMeta, _text(path / META), str(path / META))
+    tensors = read_metadata(_bytes(path / DCP_METADATA), str(path / DCP_METADATA))
+    for key, tensor in tensors.items():
+        if problem := _unreadable(tensor, sizes):
+            raise FormatError(f"{path}: the metadata {problem} for {key}; take another checkpoint")
+    return SavedRun(path, meta, tensors)
+
+
+def _files(path: Path) -> dict[str, int]:
+    """Return the sizes of a checkpoint's files; raise unless they are all there and as long as they were written."""
+    if not (path / MARKER).is_file():
+        kind = "is a checkpoint that was not completed" if (path / META).is_file() else "is no checkpoint of Piper's"
+        raise JobError(f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the newest complete one")
+    where = str(path / MARKER)
+    sizes = read_document(MARKER_FORMAT, MARKER_VERSION, _text(path / MARKER), where).get("files")
+    if not isinstance(sizes, dict) or not all(_is_file_name(n) and type(s) is int for n, s in sizes.items()):
+        raise FormatError(f"{where}: names of files with their sizes are expected; take another checkpoint")
+    for name, size in sizes.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes"
+            raise FormatError(f"{path / name} {what}, {size} bytes were written; take another checkpoint")
+    for name in (META, DCP_METADATA):
+        if name not in sizes:
+            raise FormatError(f"{where} does not list {name}; take another checkpoint")
+    return sizes
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+
+
+def _unreadable(tensor: SavedTensor, sizes: Mapping[str, int]) -> str:
+    """Return what is wrong with where a tensor lies; an empty text when nothing is."""
+    elements = 0
+    for saved in tensor.boxes:
+        if saved.file not in sizes or saved.at < 0 or saved.nbytes < 0 or saved.at + saved.nbytes > sizes[saved.file]:
+            return f"names bytes that no file of the checkpoint has ({saved.file!r:.80})"
+        elements += saved.box.numel
+    wanted = 1
+    for n in tensor.shape:
+        wanted *= n
+    return "" if elements == wanted else f"has {elements} of {wanted} elements"
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as e:
+        raise JobError(f"{path} cannot be read: {e.strerror}; take another checkpoint") from None
+    if len(data) > MOST_BYTES:
+        raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
+    return data
+
+
+def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode()
+    except UnicodeDecodeError:
+        raise FormatError(f"{path} is no text; take another checkpoint") from None
+
+
+def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
+    """Raise JobError when a checkpoint is of another training than a plan's and a job's, each difference by name.
+
+    A program that differs otherwise (another version of the same model) is a warning.
+    """
+    for problem in _other_training(saved, plan, job):
+        raise JobError(f"the checkpoint {saved.path} {problem}")
+    made = saved.meta.program_key
+    if made and made != plan.program_key:
+        warnings.warn(
+            f"the checkpoint {saved.path} was made with another program of a model with the same parameters; the run goes on "
+            "with this one",
+            PiperWarning,
+            stacklevel=2,
+        )
+
+
+WEIGHTS_FROM = "to start another training from its weights, `piper checkpoint convert` it and give Job(init=...)"
+
+
+def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
+    meta = saved.meta
+    for name, ours, theirs in (("seed", job.seed, meta.seed), ("global_batch", job.global_batch, meta.global_batch)):
+        if theirs is not None and ours != theirs and name not in getattr(job.batch, "follows_state", ()):
+            yield f"was made with {name}={theirs}, the job has {ours}; use the same, or {WEIGHTS_FROM}"
+    if meta.seed is not None and (changes := data_changes(job, meta.data)):
+        yield f"was made with other data ({changes}); use the same, or {WEIGHTS_FROM}"
+    yield from _other_tensors(saved, plan)
+    if saved.weights_only:
+        return
+    spec = optimizer_spec(job, plan.params)
+    if spec.kind != meta.optimizer:
+        yield f"holds the state of {meta.optimizer or 'no optimizer'}, the job has {spec.kind}; use the same, or {WEIGHTS_FROM}"
+    trained, before = {p.name for p in plan.params if p.trained}, set(meta.trained)
+    for name in sorted(trained ^ before):
+        then, now = ("frozen", "trained") if name in trained else ("trained", "frozen")
+        yield f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or {WEIGHTS_FROM}"
+
+
+def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
+    wanted: dict[str, tuple[str, TensorSpec]] = {p.name: ("parameter", p.spec) for p in plan.params}
+    wanted |= {b.name: ("buffer", b.spec) for b in plan.buffers if b.name not in wanted}
+    for name, (kind, spec) in wanted.items():
+        found = saved.tensors.get(model_key(name))
+        shape = tuple(bind(d, 0) for d in spec.shape)
+        if found is None:
+            if saved.meta.seed is not None or kind == "parameter":  # files of other programs hold no buffers that are made
+                yield f"has no {kind} {name!r}, which the model has; use the same model"
+        elif found.shape != shape:
+            yield f"has {kind} {name!r} of shape {list(found.shape)}, the model one of {list(shape)}; use the same model"
+        elif found.dtype != spec.dtype:
+            yield f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same precision"
+    names = {model_key(n) for n in wanted} | {model_key(n) for n in saved.meta.tied}
+    more = [key for key in saved.tensors if key.startswith("model.") and key not in names]
+    for key in more:
+        yield f"has {key.removeprefix('model.')!r}, which the model has not; use the same model"
+
+
+def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
+    """Warn where the optimizer's groups have other settings than the checkpoint's after as many steps.
+
+    The same is said of the state of a schedule, which was made anew and has counted the steps again.
+    """
+    dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
+    optimizer = call_optimizer(job.optimizer, meta_parameters(plan.params, dtype))
+    schedule: dict[str, Any] = {}
+    if job.scheduler is not None:
+        made = call_scheduler(job.scheduler, optimizer)
+        advance(made, saved.meta.step)
+        schedule = plain_settings(made.state_dict())
+    _compare("schedule", schedule, saved.meta.schedule_state, saved)
+    settings = group_settings(optimizer.param_groups)
+    if len(settings) == len(saved.meta.groups):
+        for index, (now, then) in enumerate(zip(settings, saved.meta.groups, strict=True)):
+            _compare(f"group {index}", now, then, saved)
+
+
+def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: SavedRun) -> None:
+    changed = sorted(k for k in now.keys() & then.keys() - _KERNELS if now[k] != then[k])
+    if changed:
+        values = ", ".join(f"{k}={now[k]!r} for {then[k]!r}" for k in changed)
+        warnings.warn(
+            f"the optimizer's {what} goes on with other settings than the checkpoint {saved.path} has in step {saved.meta.step}: "
+            f"{values}",
+            PiperWarning,
+            stacklevel=4,
+        )
+
+
+_KERNELS = {"fused", "foreach", "capturable", "differentiable", "param_names"}
+"""The settings of groups that say how a step is computed, and not what."""

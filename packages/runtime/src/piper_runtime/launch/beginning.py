@@ -1,0 +1,80 @@
+"""Decide where a run begins: at its first step, or at the step of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from piper_ir.errors import JobError
+from piper_ir.plan import Plan
+from piper_runtime.checkpoint.commits import CheckpointCommits
+from piper_runtime.checkpoint.rank_file import SaveDone
+from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
+from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, prepare_folder
+from piper_runtime.launch.torchrun import is_first
+from piper_runtime.rank.job import InitialState, Job
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Say where a run begins and where it is saved.
+
+    Attributes:
+        step: the number of the first step.
+        saved: the checkpoint from which it goes on; None without one.
+        checkpoint: the settings of its own checkpoints, with an absolute folder; None without them.
+    """
+
+    step: int
+    saved: SavedRun | None
+    checkpoint: Checkpoints | None
+
+
+def beginning_of(
+    plan: Plan, job: Job, checkpoint: Checkpoints | None, resume: str | Path | None, first_step: int | None
+) -> Beginning:
+    """Return where a run begins, and make its folder ready.
+
+    Raises JobError where the arguments do not fit together or the checkpoint is of another training, FormatError for
+    one that was changed, and OutputError for a folder that cannot be written.
+    """
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        raise JobError(f"checkpoint={checkpoint!r}: piper.Checkpoints(folder) is needed")
+    if first_step is not None and (isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0):
+        raise JobError(f"first_step={first_step!r}: an integer of at least 0 is needed")
+    saved = None
+    if resume is not None:
+        saved = open_checkpoint(chosen_checkpoint(resume, checkpoint))
+        if first_step not in (None, saved.meta.step):
+            raise JobError(
+                f"first_step={first_step}: the checkpoint {saved.path} goes on with step {saved.meta.step}; leave first_step out"
+            )
+        check_resumable(saved, plan, job)
+        check_settings(saved, plan, job)
+        if "state" in saved.meta.data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
+            go_on(saved.meta.data["state"])
+    step = saved.meta.step if saved is not None else first_step or 0
+    if checkpoint is not None:
+        prepare_folder(checkpoint, step, first=is_first())
+        checkpoint = replace(checkpoint, folder=checkpoint.path)
+    return Beginning(step, saved, checkpoint)
+
+
+@contextmanager
+def committing(
+    checkpoint: Checkpoints | None, plan: Plan, job: Job, initial: InitialState
+) -> Iterator[Callable[[SaveDone], None] | None]:
+    """Yield the function that completes checkpoints as ranks report their shares; drop incomplete ones at the end.
+
+    It is None without checkpoints, and in the processes of torchrun but the first.
+    """
+    if checkpoint is None or not is_first():
+        yield None
+        return
+    commits = CheckpointCommits(checkpoint, plan, job, initial)
+    try:
+        yield commits.add
+    finally:
+        commits.close()

@@ -1,0 +1,119 @@
+"""Run all ranks of a plan in this process, one step after the other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from piper_ir.plan import Plan
+from piper_runtime.checkpoint.rank_file import SaveDone
+from piper_runtime.checkpoint.rank_saver import RankSaver
+from piper_runtime.checkpoint.restoring import restore, restore_of
+from piper_runtime.checkpoint.saved_run import SavedRun
+from piper_runtime.engine.inline import InlineEngine
+from piper_runtime.engine.memory import Counter
+from piper_runtime.engine.ranges import name_inline
+from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.launch.interrupt import at_step_end
+from piper_runtime.launch.progress import Progress
+from piper_runtime.launch.report import Interrupted, RankReport, measured_counter
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank import device as devices
+from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.device import choose_device
+from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankJob
+
+
+def rank_job(job: Job, first_step: int = 0) -> RankJob:
+    """Return the part of a job that ranks need for a run that begins with this step."""
+    return RankJob(job.batch, job.optimizer, job.scheduler, job.seed, first_step)
+
+
+def run_inline(
+    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress,
+    saved: SavedRun | None,
+) -> dict[int, RankReport]:  # fmt: skip
+    """Return the results of every rank; raise Interrupted when the run was ended after a step."""
+    reports = {r: RankReport(first_step=options.first_step) for r in range(plan.mesh.world)}
+    device = choose_device(devices.default, 0)  # all ranks on one
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        job_part = rank_job(job, options.first_step)
+        ranks = [
+            Rank(plan, r, code, job_part, initial.params, initial.buffers, report.probe if options.gradients else None, device)
+            for r, report in reports.items()
+        ]
+        if saved is not None:
+            state = restore_of(saved, {*initial.params, *initial.buffers})
+            for rank in ranks:
+                restore(rank, state)
+        if options.ranges:
+            for rank in ranks:
+                name_inline(rank)
+        saves = _Saves(ranks, options, progress)
+        try:
+            interrupted = _train(ranks, options, progress, reports, saves)
+        finally:
+            saves.close()
+    if interrupted:
+        raise Interrupted(reports)
+    return reports
+
+
+def _train(ranks: Sequence[Rank], options: RunOptions, progress: Progress, reports: dict[int, RankReport], saves: _Saves) -> bool:
+    """Run the steps, and return whether an interrupt ended them."""
+    counters: dict[int, Counter] = {}
+    engine = InlineEngine(ranks)
+    for report in reports.values():
+        report.started = time.perf_counter()
+    spans: dict[int, list[TimedSpan]] = {}
+    done = options.first_step
+    with at_step_end() as interrupt:
+        for step in options.numbers:
+            if options.memory and step == options.measured:
+                counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
+            spans = engine.step(step)
+            for rank in ranks:
+                progress.add(rank.rank, reports[rank.rank].end_step(rank))
+            engine.counters = {}
+            done = step + 1
+            saves.step_done(done)
+            if interrupt.asked:
+                break
+    saves.finish(done)
+    for rank in ranks:
+        reports[rank.rank].close(rank, spans[rank.rank] if options.trace else [], counters.get(rank.rank))
+    return interrupt.asked
+
+
+class _Saves:
+    """Save all ranks of this process; without checkpoints, save nothing."""
+
+    def __init__(self, ranks: Sequence[Rank], options: RunOptions, progress: Progress):
+        self._said: deque[SaveDone] = deque()
+        self._progress = progress
+        kept = options.checkpoint
+        self._savers = [] if kept is None else [RankSaver(rank, kept, self._said.append) for rank in ranks]
+
+    def step_done(self, done: int) -> None:
+        for saver in self._savers:
+            saver.step_done(done)
+        self._hand_on()
+
+    def finish(self, done: int) -> None:
+        for saver in self._savers:
+            saver.finish(done)
+        self._hand_on()
+
+    def close(self) -> None:
+        """Wait for writes that go on, also behind a step that failed."""
+        for saver in self._savers:
+            saver.close()
+
+    def _hand_on(self) -> None:
+        while self._said:
+            self._progress.saved(self._said.popleft())
