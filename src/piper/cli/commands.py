@@ -18,6 +18,7 @@ import typer
 
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.cli.options import (
+    LOADER,
     LOG,
     RUNS,
     TIMEOUT_S,
@@ -36,6 +37,7 @@ from piper.cli.options import (
     JitterOption,
     JitterSeedOption,
     LauncherOption,
+    LoaderOption,
     LogOption,
     LoweredOption,
     MemoryLimitOption,
@@ -156,6 +158,7 @@ def run(
     emulate: EmulateOption = None,
     log: LogOption = LOG,
     ranges: RangesOption = False,
+    loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write a report.
@@ -166,8 +169,9 @@ def run(
         from piper.cli import running
 
         arguments = running.RunArguments(
-            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json
-        )
+            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
+            loader,
+        )  # fmt: skip
         (running.launch if print_launch else running.run)(arguments)
 
 
@@ -183,6 +187,7 @@ def launch(
     nodes: NodesOption = None,
     log: LogOption = LOG,
     ranges: RangesOption = False,
+    loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
     """Print the command lines that train on many machines: torchrun, Slurm, Ray. Runs nothing.
@@ -194,7 +199,7 @@ def launch(
 
         given = running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
-            as_json=as_json,
+            as_json=as_json, loader=loader,
         )  # fmt: skip
         running.launch(given)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from piper.api.costs_file import load_costs
 from piper.api.metrics import check_logs
 from piper.cli.loading import JobFile, load_file
-from piper.cli.options import LOG, RUNS, TIMEOUT_S, pairs
+from piper.cli.options import LOADER, LOG, RUNS, TIMEOUT_S, loader_of, pairs
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.errors import JobError
@@ -37,6 +37,7 @@ class RunArguments:
     log: str = LOG
     ranges: bool = False
     as_json: bool = False
+    loader: str = LOADER
 
     def loaded(self) -> JobFile:
         """Run FILE.py and return its definitions."""
@@ -54,6 +55,7 @@ def launch(arguments: RunArguments) -> None:
         "--timeout-s": a.timeout_s if a.timeout_s != TIMEOUT_S else None,
         "--out": a.out if a.out != RUNS else None,
         "--ranges": a.ranges,
+        "--loader": a.loader if a.loader != LOADER else None,
     }
     refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
     world = a.loaded().strategy.mesh.world
@@ -87,8 +89,8 @@ def run(arguments: RunArguments) -> None:
 def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges:
-        raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or a.loader != LOADER:
+        raise JobError("--emulate trains nothing: leave out --launcher, --address, --log, --ranges and --loader")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():
         simulated, emulated = emulated_session(
@@ -105,7 +107,7 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
     a = arguments
     settings = Settings(
         launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
-        timeout_s=a.timeout_s, log=logs, ranges=a.ranges,
+        timeout_s=a.timeout_s, log=logs, ranges=a.ranges, loader=loader_of(a.loader),
     )  # fmt: skip
     with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():
         done = session(job_file.job, job_file.strategy, steps=a.steps or job_file.steps, settings=settings)

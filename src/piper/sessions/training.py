@@ -42,6 +42,7 @@ class Settings:
         log: As in `piper.execute`.
         ranges: As in `piper_runtime.execute`.
         pool: Workers to use again.
+        loader: As in `piper_runtime.execute`.
     """
 
     launcher: str = "ray"
@@ -54,6 +55,7 @@ class Settings:
     log: Iterable[str] = ()
     ranges: bool = False
     pool: Workers | None = None
+    loader: str | int = "thread"
 
     def durations(self) -> Costs | None:
         """Return the costs, from their file if they are one."""
@@ -86,7 +88,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     check_logs(settings.log)
     costs = settings.durations()
     compiled = compile(job, strategy, costs=costs)
-    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
+    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s, settings.loader)
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
@@ -118,6 +120,7 @@ def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path |
         return execute(
             compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
             folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+            loader=settings.loader,
         )  # fmt: skip
     except Interrupted as e:
         if folder is not None:

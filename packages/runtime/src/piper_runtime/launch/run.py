@@ -11,6 +11,7 @@ import torch
 from piper_ir.errors import JobError
 from piper_ir.ops import Update
 from piper_ir.plan import Plan
+from piper_runtime.data import check_data_replicas
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.ranges import name_inline
@@ -26,6 +27,7 @@ from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.device import choose_device
+from piper_runtime.rank.feed import check_loader
 from piper_runtime.rank.job import InitialState, Job, materialize
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
@@ -41,6 +43,7 @@ def execute(
     plan: Plan, code: ExportedCode, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
     ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
+    loader: str | int = "thread",
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -58,6 +61,9 @@ def execute(
         on_step: called here with every finished step, in order, while the run goes on; when it raises, that is a
             warning and the run goes on.
         trainable: names of the parameters that had requires_grad when the plan was made (None: not known).
+        loader: who calls Job.batch, one step ahead at most: "thread" (a thread of the rank, once the function has
+            turned out to take a share of the step), "processes" or a number (so many processes per rank, from the
+            start), or "none" (the issuing thread, when a microbatch is loaded; as with "inline" always).
 
     Raises:
         JobError: the job does not fit the plan.
@@ -65,10 +71,10 @@ def execute(
         HangError: with every rank's last instructions.
         ExecutionError: with rank, node, instruction and peer.
     """
-    check_request(plan, job, steps, launcher, timeout_s)
+    check_request(plan, job, steps, launcher, timeout_s, loader)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
-    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, stream=on_step is not None)
+    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, on_step is not None, loader)
     reports: Mapping[int, RankReport]
     try:
         if launcher == "inline":
@@ -94,9 +100,10 @@ def _run_workers(
         return own.run(plan, requests, options.timeout_s, on_step)
 
 
-def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
+def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float, loader: str | int = "thread") -> None:
     """Raise JobError or ExecutionError when `execute` could not even start with these arguments."""
     check_launcher(launcher)
+    check_loader(loader, launcher)
     check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
         raise JobError(
@@ -104,6 +111,7 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
             f"compile the strategy with this job"
         )
     check_clip(plan, job)
+    check_data_replicas(job.batch, plan.replicas)
 
 
 def check_clip(plan: Plan, job: Job) -> None:

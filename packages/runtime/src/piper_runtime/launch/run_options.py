@@ -16,6 +16,7 @@ class RunOptions:
         gradients: whether to keep the gradients of every step.
         ranges: whether to name instructions in profilers.
         stream: whether to report every finished step.
+        loader: who calls the batch function, see `piper_runtime.launch.execute`.
     """
 
     steps: int
@@ -25,3 +26,4 @@ class RunOptions:
     gradients: bool = False
     ranges: bool = False
     stream: bool = False
+    loader: str | int = "thread"

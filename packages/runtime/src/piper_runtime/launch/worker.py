@@ -7,6 +7,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,8 @@ def perform(context: WorkerContext, request: object) -> Any:
     """Return the answer to a request, by its class."""
     match request:
         case Request():
-            return run(context, request)
+            with ExitStack() as ending:
+                return run(context, request, ending)
         case ProfileRequest():
             local_rank = context.rank if context.local_rank is None else context.local_rank
             return profile(context.rank, request, context.communicators, context.heart, local_rank, context.local_world)
@@ -88,8 +90,8 @@ def perform(context: WorkerContext, request: object) -> Any:
     raise ExecutionError(f"rank {context.rank} cannot perform a {type(request).__name__}")
 
 
-def run(context: WorkerContext, request: Request) -> RankReport:
-    """Bind the plan and run its steps."""
+def run(context: WorkerContext, request: Request, ending: ExitStack) -> RankReport:
+    """Bind the plan and run its steps; `ending` then ends what goes on beside them, however they end."""
     rank, heart, communicators = context.rank, context.heart, context.communicators
     plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
@@ -110,6 +112,7 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     name = named_instructions if options.ranges else None
     backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=options.trace, name=name)
     counter = None
+    ending.enter_context(bound.feed.ahead(options.loader, range(options.steps)))
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
     for step in range(options.steps):

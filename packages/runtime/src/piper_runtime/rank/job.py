@@ -15,6 +15,7 @@ from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
+from piper_runtime.data import bind_batch
 from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +65,8 @@ class Job:
     Attributes:
         model: () -> nn.Module.
         batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
-            tuple (positional) or a dict (keyword), targets any nest of tensors.
+            tuple (positional) or a dict (keyword), targets any nest of tensors. `from_dataset` and `from_stream` make
+            one, which is bound to `global_batch` here.
         loss: (output, targets) -> a mean over rows, or a pair (sum, weight).
         optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
@@ -101,6 +103,7 @@ class Job:
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
+        object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
 
 
 def _check_int(name: str, value: object, least: int) -> None:
