@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
+from typer.testing import CliRunner
 
 import piper
 from piper.api.verification import verify_strategy
+from piper.cli import app
 from piper.cli.loading import JobFile, load_file
 from piper_runtime.data import DatasetBatch
 
@@ -48,6 +51,21 @@ def test_its_batches_are_those_of_a_dataloader_over_the_same_samples(loaded: Job
         found = batch(step, range(32))
         assert torch.equal(found[0], inputs) and torch.equal(found[1], targets)
     assert len(set(order)) == 96 and order != sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--launcher", "inline", "--loader", "2"), "piper: --loader 2: launcher"),
+        (("--launcher", "inline", "--loader", "threads"), "piper: --loader threads: "),
+        (("--loader", "0"), "piper: --loader 0: "),
+        (("--emulate", "h100x2", "--loader", "none"), "piper: --emulate trains nothing: leave out .* and --loader"),
+    ],
+)
+def test_a_loader_that_cannot_be_is_one_message(given: tuple[str, ...], says: str, loaded: JobFile, tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["run", str(EXAMPLE), "--steps", "1", "--out", str(tmp_path / "runs"), *given])
+    assert found.exit_code == 2 and re.match(says, found.stderr) and "Traceback" not in found.output
+    assert found.stderr.count("\n") == 1
 
 
 def test_it_trains_as_on_one_device_and_learns(loaded: JobFile) -> None:

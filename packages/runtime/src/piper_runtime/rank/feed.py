@@ -50,8 +50,8 @@ def check_loader(loader: object, launcher: str) -> None:
         )
     if launcher == "inline" and (number or loader == "processes"):
         raise JobError(
-            f'execute(loader={loader!r}): launcher "inline" runs all ranks in one thread, which calls Job.batch, too; leave '
-            'loader out, or take launcher="processes" or "ray"'
+            f'execute(loader={loader!r}): launcher "inline" runs all ranks in one thread, which calls Job.batch, too; take '
+            'launcher="processes" or launcher="ray", or no loader'
         )
 
 
