@@ -181,8 +181,8 @@ class DeviceModel(CostModel):
         """Return the seconds for which a load waits for the job's batch function: the first of a microbatch on a role.
 
         Where the host is the device, a core does the function's work as well as the compute, so all of it counts.
-        Elsewhere the runtime's loader calls it beside the device, one step ahead, and what is longer than the compute of
-        a step counts.
+        Elsewhere the loader of the runtime calls it beside the device, one step ahead, and what is longer than the
+        compute of a step counts.
         """
         known = self.costs.of_part("Batch", self.plan.rows)
         if known is None or not self._is_first(role, part):
