@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -225,3 +227,32 @@ def test_a_run_on_ray_ends_its_loaders(loader: Any, ray_address: str, tmp_path: 
     assert there.losses == pytest.approx(run(plan, job, steps=5).losses, rel=1e-14)
     (tmp_path / str(os.getpid())).unlink()
     assert all_ended(tmp_path)
+
+
+UNDER_TORCHRUN = """
+import os, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from packages.runtime.tests.chains import chain, run
+from packages.runtime.tests.test_runtime_loader import slow
+from packages.runtime.tests.test_runtime_loader_processes import noting
+plan, job = chain(pp=2, batch=noting(Path({out!r}), slow))
+for loader in ("thread", 2):
+    losses = run(plan, job, launcher="processes", loader=loader, steps=5).losses
+    if os.environ["RANK"] == "0":
+        print(*losses)
+"""
+
+
+@pytest.mark.long
+def test_loaders_of_torchruns_processes_end_with_the_run(tmp_path: Path) -> None:
+    file, out = tmp_path / "train.py", tmp_path / "out"
+    out.mkdir()
+    file.write_text(UNDER_TORCHRUN.format(path=sys.path, out=str(out)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan, job = chain(pp=2)
+    found = [[float(x) for x in line.split()] for line in done.stdout.splitlines()]
+    assert found == [pytest.approx(run(plan, job, steps=5).losses, rel=1e-14)] * 2
+    assert len(list(out.iterdir())) == 2 + 4 and all_ended(out)
