@@ -111,6 +111,17 @@ def test_a_thread_calls_what_is_slow_from_the_third_step_on_and_never_what_is_qu
 READY = {(step, row): batch(step, range(row, row + 2)) for step in range(6) for row in (0, 2, 4)}
 
 
+def test_a_run_that_goes_on_asks_for_its_own_steps_only(one: tuple[Plan, Job]) -> None:
+    calls = Calls(slow)
+    feed = Feed(one[0], 0, calls)
+    with feed.ahead("thread", range(5, 10)):
+        for step in range(5, 10):
+            feed.begin(step)
+            found = [feed.take(name, mb).clone() for mb in range(3) for name in ("inputs", "targets")]
+            assert same(found, [t for mb in range(3) for t in batch(step, range(2 * mb, 2 * mb + 2))])
+    assert calls.steps == [step for step in range(5, 10) for _ in range(3)] and calls.threads[9] == LOADER_THREAD
+
+
 def test_without_a_loader_nothing_is_called_beside(one: tuple[Plan, Job]) -> None:
     calls = Calls(slow)
     fed(one[0], calls, "none", 4)
@@ -137,7 +148,7 @@ def test_a_refilled_tensor_is_copied_before_the_next_call(one: tuple[Plan, Job])
         time.sleep(NAP_S)
         return held[0].fill_(step), held[1].fill_(rows.start)
 
-    taken = fed(one[0], refilled, "thread", 6)
+    taken = fed(one[0], refilled, "thread", 6, lambda step: time.sleep(6 * NAP_S))  # in which the loader gets ahead
     assert [float(t[0, 0]) for t in taken] == [x for step in range(6) for row in (0, 2, 4) for x in (step, row)]
 
 

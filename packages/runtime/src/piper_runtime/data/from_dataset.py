@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
@@ -25,7 +25,7 @@ class DatasetBatch(BatchSource):
     epochs; no sample is left out.
     """
 
-    dataset: Any
+    dataset: Any = field(repr=False)
     collate: Collate
     seed: int
     shuffle: bool

@@ -160,7 +160,7 @@ class Feed:
         inside, step_s, self._began = sum(end - start for _, start, end in self.waits), now - self._began, now
         slow = inside > max(LEAST_S, LEAST_SHARE * step_s)
         if slow and self._watched:
-            self._loader, self._may_start = LoaderThread(self._call, guarded=self._generator is not None), False
+            self._loader, self._may_start = LoaderThread(self._call, guarded=self._generator is torch.default_generator), False
         self._watched = slow and self._may_start
 
     def _end_loader(self) -> None:
