@@ -18,7 +18,7 @@ import piper
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import WIDTH
 from piper_ir.errors import JobError
-from piper_runtime.data import StreamBatch, data_state, from_stream, restore_data
+from piper_runtime.data import StreamBatch, from_stream
 from piper_runtime.data.from_stream import ShardLayout
 
 Sample = tuple[int, int]
@@ -86,10 +86,10 @@ def test_a_resume_at_every_step_reads_what_comes_next(rows: int) -> None:
     whole = [read(whole_batch, step, range(rows)) for step in steps]
     assert len({s for step in whole for s in step}) == 9 * rows
     for start in steps:
-        stored = json.loads(json.dumps(data_state(whole_batch, start)))
-        assert sum(stored["state"]["consumed"]) == start * rows
+        stored = json.loads(json.dumps(whole_batch.state_dict(start)))
+        assert sum(stored["consumed"]) == start * rows
         batch = pickle.loads(pickle.dumps(from_stream(numbered, shards=8).bound(rows)))
-        restore_data(batch, stored)
+        batch.load_state_dict(stored)
         assert [read(batch, step, range(rows)) for step in steps[start:]] == whole[start:]
 
 
@@ -97,10 +97,10 @@ def test_the_rows_per_step_may_change_in_a_resumed_run() -> None:
     """Nothing is repeated and nothing left out, and the state after that counts all of it."""
     first, second = from_stream(numbered, shards=6).bound(4), from_stream(numbered, shards=6).bound(9)
     before = [s for step in range(5) for s in read(first, step, range(4))]
-    restore_data(second, data_state(first, 5))
+    second.load_state_dict(first.state_dict(5))
     after = [s for step in range(5, 9) for s in read(second, step, range(9))]
     assert len({*before, *after}) == 5 * 4 + 4 * 9
-    counts = data_state(second, 9)["state"]["consumed"]
+    counts = second.state_dict(9)["consumed"]
     assert {(k, n) for k in range(6) for n in range(counts[k])} == {*before, *after}
     with pytest.raises(JobError, match="step 0 lies before step 5"):
         second(0, range(9))
@@ -197,10 +197,7 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     for shards in (0, True, 2.0):
         with pytest.raises(JobError, match="an integer of at least 1"):
             from_stream(numbered, shards=shards)  # type: ignore[arg-type]  # what is refused
-    stored = data_state(from_stream(numbered, shards=8).bound(4), 3)
-    assert stored["fingerprint"] == {"kind": "stream", "shards": 8, "global_batch": 4}
-    with pytest.raises(JobError, match=r"other data.*shards 8 -> 4"):
-        restore_data(from_stream(numbered, shards=4).bound(4), stored)
+    assert from_stream(numbered, shards=8).bound(4).fingerprint() == {"kind": "stream", "shards": 8, "global_batch": 4}
     with pytest.raises(JobError, match="the state is that of 3 shards at step 2"):
         from_stream(numbered, shards=4).load_state_dict({"step": 2, "consumed": [1, 1, 1]})
 

@@ -3,7 +3,7 @@
 May import: nothing of the runtime.
 """
 
-from piper_runtime.data.batch_source import BatchSource, bind_batch, check_data_replicas, data_state, restore_data
+from piper_runtime.data.batch_source import BatchSource, bind_batch, check_data_replicas
 from piper_runtime.data.from_dataset import DatasetBatch, from_dataset
 from piper_runtime.data.from_stream import StreamBatch, from_stream
 from piper_runtime.data.permutation import Permutation
@@ -15,8 +15,6 @@ __all__ = [
     "StreamBatch",
     "bind_batch",
     "check_data_replicas",
-    "data_state",
     "from_dataset",
     "from_stream",
-    "restore_data",
 ]

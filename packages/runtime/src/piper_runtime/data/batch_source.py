@@ -1,4 +1,4 @@
-"""Say what a batch function of Piper's own offers beside being called, and what a checkpoint keeps of a job's data."""
+"""Say what a batch function of Piper's own offers beside being called."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from piper_ir.errors import JobError
-
-FUNCTION = "function"
-"""The kind of data that comes from a function of the job's own."""
-
 
 class BatchSource(ABC):
     """Be a batch function that a job binds to its global batch, and that a checkpoint can check and restore.
 
-    `follows_state` are the names in the fingerprint that may change where the state is restored, too.
+    A checkpoint calls `fingerprint`, `state_dict` and `load_state_dict`.
     """
-
-    follows_state: tuple[str, ...] = ()
 
     @abstractmethod
     def __call__(self, step: int, rows: range) -> tuple[Any, Any]:
@@ -54,29 +47,3 @@ def check_data_replicas(batch: object, replicas: int) -> None:
     """Raise JobError when so many data-parallel replicas cannot share a job's data."""
     if isinstance(batch, BatchSource):
         batch.check_replicas(replicas)
-
-
-def data_state(batch: object, step: int) -> dict[str, Any]:
-    """Return what a checkpoint after `step` steps keeps of a job's data: numbers, words, lists and dicts only."""
-    if not isinstance(batch, BatchSource):
-        return {"fingerprint": {"kind": FUNCTION}, "state": {}}
-    return {"fingerprint": batch.fingerprint(), "state": batch.state_dict(step)}
-
-
-def restore_data(batch: object, stored: Mapping[str, Any]) -> None:
-    """Let a job's data go on after what `data_state` has returned.
-
-    Raises JobError, which names every difference, when the job would train on other rows than the run that wrote it.
-    """
-    now = data_state(batch, 0)["fingerprint"]
-    before = stored["fingerprint"]
-    free = batch.follows_state if isinstance(batch, BatchSource) else ()
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in free]
-    if names:
-        changes = ", ".join(f"{name} {before.get(name, 'not there')!r} -> {now.get(name, 'not there')!r}" for name in names)
-        raise JobError(
-            f"the checkpoint was written by a job with other data, so that rows would be repeated or left out: {changes}. "
-            f"Resume with the same data, seed and global batch, or start anew from the checkpoint's weights (Job.init)"
-        )
-    if isinstance(batch, BatchSource):
-        batch.load_state_dict(stored["state"])

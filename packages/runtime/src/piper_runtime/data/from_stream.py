@@ -117,8 +117,6 @@ class StreamBatch(BatchSource):
     Open streams stay in the process that reads them: a copy in another process opens its own where it begins.
     """
 
-    follows_state = ("global_batch",)
-
     def __init__(self, make: MakeStream, shards: int, collate: Collate, global_batch: int | None = None) -> None:
         self.make, self.shards, self.collate, self.global_batch = make, shards, collate, global_batch
         self._start = 0
