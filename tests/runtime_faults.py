@@ -18,6 +18,7 @@ import torch
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Step
+from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.parts import Operand, Thunk
 from piper_runtime.rank.rank import Binder, Rank
 from piper_runtime.rank.rank_state import RankState
@@ -181,16 +182,17 @@ def _same_rows(part: Part, rank: RankState, bind: BindPart) -> Thunk:
 def _rotate_replica(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if not isinstance(part.op, Load) or not part.op.tensor.startswith("inputs"):
         return bind(part, rank)
-    run, feed, replicas = bind(part, rank), rank.feed, rank.plan.replicas
+    run, feed, own = bind(part, rank), rank.feed, rank.feed._call
+    replica = (rank.plan.replica_of(rank.rank) + 1) % rank.plan.replicas
+    other = replace(own, rows={mb: microbatch_rows(rank.plan, replica, mb) for mb in own.rows})
 
     def load() -> None:
-        own = feed._replica
-        feed._replica = (own + 1) % replicas
+        feed._call = other
         feed._staged.clear()
         try:
             run()
         finally:
-            feed._replica = own
+            feed._call = own
             feed._staged.clear()
 
     return load

@@ -49,6 +49,7 @@ from benchmarks import (
     tuner_space,
     zero_bubble_search,
 )
+from benchmarks import loader as measure_loader
 from benchmarks.measure import Goal, Row, machine, median_interval
 from packages.runtime.tests.fake_device import HostDevice
 from piper import models
@@ -379,6 +380,28 @@ def test_the_csv_says_where_and_when(tmp_path: Path) -> None:
     assert where.torch in first and where.date in first
     (line,) = csv.DictReader(rest)
     assert list(line.values()) == ["host", "a", "1.5", "1", "3.14159", "us", "< 3", "yes", "n"]
+
+
+def test_a_slow_batch_function_is_measured_beside_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a made-up machine: what is not called beside compute is added to a step."""
+    asked: list[tuple[bool, object]] = []
+
+    def step_s(pool: object, subject: measure_loader.Subject, steps: int, batch: Any, loader: str | int) -> float:
+        nap_s = batch.args[0] if getattr(batch, "func", None) is measure_loader.napped else 0.0
+        asked.append((nap_s > 0, loader))
+        return 1.0 + (8 * nap_s if loader == "none" else 0.01)
+
+    monkeypatch.setattr(measure_loader, "step_s", step_s)
+    subject = measure_loader.waiting()
+    base, *ratios = measure_loader.measured(None, subject, 3, 9)
+    assert base.value == 1000 and [round(r.value, 3) for r in ratios] == [1.01, 1.01, 1.01, 1.5]
+    assert [r.met for r in ratios] == [False, True, True, None]
+    assert sorted(asked[1:6], key=str) == sorted(((c.slow, c.loader) for c in measure_loader.CASES), key=str)
+    assert asked[6] == (False, "thread"), "another case begins"
+    monkeypatch.undo()
+    assert measure_loader.gpt(step_model.TINY).plan.microbatches == step_model.TINY.microbatches
+    ran = execute(subject.plan, subject.code, subject.job, steps=2, launcher="inline")
+    assert min(ran.step_s) > 8 * 3 * measure_loader.COMPUTE_S
 
 
 def test_a_section_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

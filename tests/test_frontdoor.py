@@ -94,8 +94,8 @@ def test_refusals() -> None:
         piper.execute(compiled, steps=1, launcher="mpi")
     with pytest.raises(JobError, match="cluster"):
         piper.execute(compiled, steps=1, launcher="inline", cluster="here")
-    with pytest.raises(AttributeError, match="no attribute 'from_dataset'"):
-        piper.from_dataset  # noqa: B018 - reading it is the test
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        piper.no_such_name  # noqa: B018 - reading it is the test
 
 
 def test_a_job_given_to_execute_replaces_the_compiled_one() -> None:

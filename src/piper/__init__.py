@@ -16,6 +16,8 @@ _HOME = {
     "Job": "piper_runtime",
     "Precision": "piper_runtime",
     "Checkpoints": "piper_runtime",
+    "from_dataset": "piper_runtime.data",
+    "from_stream": "piper_runtime.data",
     "region": "piper_compiler.capture",
     "tag": "piper_compiler.capture",
     "op_cost": "piper_ops",

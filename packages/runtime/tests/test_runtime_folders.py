@@ -26,7 +26,7 @@ def test_a_forbidden_import_in_the_runtime_is_found() -> None:
 
 
 def test_no_folders_of_the_runtime_are_in_a_circle() -> None:
-    assert RUNTIME.folders == ["checkpoint", "engine", "launch", "profile", "rank", "transport", "weights"]
+    assert RUNTIME.folders == ["checkpoint", "data", "engine", "launch", "profile", "rank", "transport", "weights"]
     TopologicalSorter({folder: RUNTIME.allowed(folder) for folder in RUNTIME.folders}).prepare()
 
 

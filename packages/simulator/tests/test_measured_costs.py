@@ -13,7 +13,7 @@ from piper_ir.plan import Part, Plan, Value
 from piper_ir.program import Cost, Kernel
 from piper_ir.sizes import TensorSpec
 from piper_ir.tools import machine_name
-from piper_simulator import Simulation, cpu_local, load_cluster, simulate
+from piper_simulator import Cluster, Simulation, cpu_local, load_cluster, simulate
 from tests.random_plans import PlanBuilder
 
 CPU = cpu_local(matmul_flops=1e3, memory_bandwidth=1e3, link_bandwidth=1e3, link_latency=0.25, launch_s=0.0, host_issue_s=0.0)
@@ -147,16 +147,23 @@ def test_costs_of_another_machine_or_of_fewer_ranks_are_named() -> None:
     assert notes[-1] == f"the costs were measured on cpu-local ({machine_name()}), and this is h100-80g-sxm:8"
 
 
-def test_other_ops_are_looked_up_by_what_they_move_and_the_first_load_calls_the_batch_function() -> None:
+@pytest.mark.parametrize(
+    ("cluster", "batch_s", "first_s"),
+    [(CPU, 3.0, 3.5), (load_cluster("h100x8"), 3.0, 0.5), (load_cluster("h100x8"), 20.0, 12.5)],
+    ids=["a core does both", "hidden beside the device", "longer than the 8 s of compute"],
+)
+def test_other_ops_are_looked_up_by_what_they_move_and_the_first_load_waits_for_the_batch_function(
+    cluster: Cluster, batch_s: float, first_s: float
+) -> None:
     plan = two_stages()
     (first, second) = plan.roles
     loads = [replace(first.program[0], parts=(Part(n, Load(n), 0, writes=(n,)),)) for n in ("x", "y")]
     values = {n: Value(n, TensorSpec((8,), "uint8"), "batch") for n in ("x", "y")}
     plan = replace(plan, roles=(replace(first, program=(*loads, *first.program)), second), values=plan.values | values)
-    parts = (PartDuration("Load", 8, Duration(0.5)), PartDuration("Batch", 4, Duration(3.0)))
+    parts = (PartDuration("Load", 8, Duration(0.5)), PartDuration("Batch", 4, Duration(batch_s)))
     costs = replace(measured("c0", "c1"), parts=parts)
-    found = [x for x in simulate(plan, CPU, costs=costs).trace.spans if x.rank == 0][:2]
-    assert [x.end - x.start for x in found] == [3.5, 0.5] and {x.source for x in found} == {"measured"}
+    found = [x for x in simulate(plan, cluster, costs=costs, contention=False).trace.spans if x.rank == 0][:2]
+    assert [x.end - x.start for x in found] == [first_s, 0.5] and {x.source for x in found} == {"measured"}
 
 
 def test_memory_as_the_allocator_was_measured() -> None:

@@ -91,6 +91,7 @@ def compile(
             at_rows=lambda rows: program_at(captured, rows),
         )
     check_separable(spec, lowered.plan)
+    check_data(source, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
     made = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing)
     if notice := advancing_notice(made):
@@ -125,6 +126,13 @@ def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
             f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
             "or a strategy without place"
         )
+
+
+def check_data(job: Job, plan: Plan) -> None:
+    """Raise JobError when the replicas of a plan cannot share the data of its job."""
+    from piper_runtime.data import check_data_replicas
+
+    check_data_replicas(job.batch, plan.replicas)
 
 
 def advancing_notice(compiled: Compiled) -> str:

@@ -19,6 +19,7 @@ import typer
 from piper.cli.checkpoints import checkpoint
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.cli.options import (
+    LOADER,
     LOG,
     RUNS,
     TIMEOUT_S,
@@ -39,6 +40,7 @@ from piper.cli.options import (
     JitterOption,
     JitterSeedOption,
     LauncherOption,
+    LoaderOption,
     LogOption,
     LoweredOption,
     MemoryLimitOption,
@@ -164,6 +166,7 @@ def run(
     checkpoint: CheckpointOption = None,
     every: EveryOption = None,
     resume: ResumeOption = False,
+    loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write a report.
@@ -175,7 +178,7 @@ def run(
 
         arguments = running.RunArguments(
             file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
-            checkpoint, every, resume,
+            checkpoint, every, resume, loader,
         )  # fmt: skip
         (running.launch if print_launch else running.run)(arguments)
 
@@ -195,6 +198,7 @@ def launch(
     checkpoint: CheckpointOption = None,
     every: EveryOption = None,
     resume: ResumeOption = False,
+    loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
     """Print the command lines that train on many machines: torchrun, Slurm, Ray. Runs nothing.
@@ -206,7 +210,7 @@ def launch(
 
         given = running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
-            as_json=as_json, checkpoint=checkpoint, every=every, resume=resume,
+            as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader,
         )  # fmt: skip
         running.launch(given)
 

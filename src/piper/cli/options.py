@@ -15,8 +15,8 @@ import typer
 from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
 
-RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
-"""The defaults of `piper run`: its folder for results, seconds without progress, and logs."""
+RUNS, TIMEOUT_S, LOG, LOADER = Path("runs"), 60.0, "jsonl", "thread"
+"""The defaults of `piper run`: its folder for results, seconds without progress, logs, and loader."""
 
 SpaceFileArgument = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
@@ -139,6 +139,13 @@ CsvOption = Annotated[
     Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")
 ]
 LoweredOption = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
+LoaderOption = Annotated[
+    str,
+    typer.Option(
+        metavar="thread|processes|none|N",
+        help="who calls the batch function, a step ahead: a thread where it is worth it, so many processes per rank, or nobody",
+    ),
+]
 RangesOption = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
 CheckpointOption = Annotated[
     Path | None, typer.Option("--checkpoint", metavar="DIR", help="save the state there while training, for --resume")
@@ -163,6 +170,11 @@ def searchers(workers: str) -> int | str:
     raise JobError(f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected")
 
 
+def loader_of(text: str) -> str | int:
+    """Return `--loader`: a number of processes, or a word that `execute` checks."""
+    return int(text) if text.isdigit() else text
+
+
 def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
     """Return `-p` options by name; raise JobError for one without a name or value."""
     values = {}
@@ -185,6 +197,7 @@ ARGUMENTS = (
     "storage",
     "resume",
     "seed",
+    "loader",
     "steps",
     "rows",
 )

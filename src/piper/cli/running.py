@@ -12,7 +12,7 @@ from pathlib import Path
 from piper.api.costs_file import load_costs
 from piper.api.metrics import check_logs
 from piper.cli.loading import JobFile, load_file
-from piper.cli.options import LOG, RUNS, TIMEOUT_S, pairs
+from piper.cli.options import LOADER, LOG, RUNS, TIMEOUT_S, loader_of, pairs
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.errors import JobError
@@ -41,6 +41,7 @@ class RunArguments:
     checkpoint: Path | None = None
     every: int | None = None
     resume: bool = False
+    loader: str = LOADER
 
     def checkpoints(self) -> Checkpoints | None:
         """Return where and how often the run is saved; raise JobError for options that need a folder."""
@@ -69,6 +70,7 @@ def launch(arguments: RunArguments) -> None:
         "--checkpoint": a.checkpoint,
         "--every": a.every,
         "--resume": a.resume,
+        "--loader": a.loader if a.loader != LOADER else None,
     }
     a.checkpoints()
     refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
@@ -104,8 +106,9 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
     saved = a.checkpoint is not None or a.every is not None or a.resume
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved:
-        raise JobError("--emulate trains nothing: leave out --launcher, --address, --log, --ranges, --checkpoint and --resume")
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER:
+        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume and --loader"
+        raise JobError(f"--emulate trains nothing: leave out {left}")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():
         simulated, emulated = emulated_session(
@@ -131,6 +134,7 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
     settings = Settings(
         launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
         timeout_s=a.timeout_s, log=logs, ranges=a.ranges, checkpoint=a.checkpoints(), resume=a.resume,
+        loader=loader_of(a.loader),
     )  # fmt: skip
     steps = a.steps or _steps_left(job_file.steps, settings)
     with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():

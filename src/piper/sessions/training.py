@@ -44,6 +44,7 @@ class Settings:
         pool: Workers to use again.
         checkpoint: As in `piper.execute`.
         resume: Whether to go on from the newest complete checkpoint of `checkpoint`.
+        loader: As in `piper_runtime.execute`.
     """
 
     launcher: str = "ray"
@@ -58,6 +59,7 @@ class Settings:
     pool: Workers | None = None
     checkpoint: Checkpoints | None = None
     resume: bool = False
+    loader: str | int = "thread"
 
     def first_step(self) -> int:
         """Return the step with which the run begins; raise JobError or FormatError where it cannot be resumed."""
@@ -98,7 +100,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     check_logs(settings.log)
     costs = settings.durations()
     compiled = compile(job, strategy, costs=costs)
-    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
+    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s, settings.loader)
     begin = settings.first_step()
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
@@ -131,7 +133,7 @@ def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path |
         return execute(
             compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
             folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
-            checkpoint=settings.checkpoint, resume="latest" if settings.resume else None,
+            checkpoint=settings.checkpoint, resume="latest" if settings.resume else None, loader=settings.loader,
         )  # fmt: skip
     except Interrupted as e:
         if folder is not None:

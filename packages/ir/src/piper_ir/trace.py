@@ -66,7 +66,7 @@ class Trace:
         losses: the losses of the step; empty for a simulation.
         step: the number of the step, counted from 0.
         notes: remarks for a reader, by topic.
-        waits: calls of Job.batch, on the stream BATCH, each with the instruction that it held up.
+        waits: waits for Job.batch, on the stream BATCH, each with the instruction that it held up.
         alike: ranks that do the same at the same times, of which only the first has spans and samples; empty where
             every rank has its own.
         version: the version of the file format.

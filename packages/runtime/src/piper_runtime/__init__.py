@@ -1,7 +1,8 @@
 """Execute a plan: in one process (inline), in one process per rank (processes), or in one Ray actor per rank (ray).
 
 Other packages import what they need from here or from one of the folders, which build on each other in this order:
-`weights`, `rank`, `checkpoint`, `engine`, `transport`, `profile`, `launch`. Importing this package does not import Ray.
+`data`, `weights`, `rank`, `checkpoint`, `engine`, `transport`, `profile`, `launch`. Importing this package does not
+import Ray.
 """
 
 from piper_runtime.checkpoint import Checkpoints

@@ -14,7 +14,7 @@ from piper_runtime.engine.memory import MemoryPoint
 TimedSpan = tuple[int, float, float]
 """The index of an instruction, with its start and end in seconds on the machine-wide clock of time.perf_counter."""
 Wait = tuple[int, float, float]
-"""The microbatch of a call of Job.batch, with its start and end on the same clock."""
+"""The microbatch for which a rank waited for Job.batch, with start and end on the same clock."""
 MEASURED_BYTES = "measured"
 """The category of measured memory: a counter of storages cannot tell a parameter from an activation."""
 
@@ -69,7 +69,7 @@ def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) 
 
 
 def _waiting(plan: Plan, rank: int, waits: Sequence[Wait]) -> list[Span]:
-    """Return a span for every call of Job.batch, of the first instruction that loads its microbatch."""
+    """Return a span for every wait for Job.batch, of the first instruction that loads its microbatch."""
     loading: dict[int, int] = {}
     for index, instr in enumerate(plan.role_of(rank).program):
         for part in instr.parts:

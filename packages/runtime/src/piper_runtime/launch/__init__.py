@@ -1,6 +1,6 @@
 """Start ranks in this process, in processes, under torchrun or on Ray, watch them, and put their results together.
 
-May import: weights, rank, checkpoint, engine, transport, profile.
+May import: data, weights, rank, checkpoint, engine, transport, profile.
 """
 
 from piper_runtime.launch.command_lines import launch_sections, launch_text

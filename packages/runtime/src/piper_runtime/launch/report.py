@@ -29,7 +29,7 @@ class StepRecord:
         loss: the loss over the global batch.
         step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
             ready.
-        batch_s: seconds in Job.batch of the rank that waited most.
+        batch_s: seconds of waiting for Job.batch, of the rank that waited most.
     """
 
     step: int
@@ -64,7 +64,7 @@ class RankReport:
         shared_states: the rank's parts of those that it shares, by bucket.
         shared_gradients: per step, its parts of the gradients of these.
         clock_error_s: the error of times from another machine against the launcher's clock.
-        batch_s: per step the seconds in Job.batch.
+        batch_s: per step the seconds of waiting for Job.batch.
         waits: of the last step, see `piper_runtime.rank.feed.Feed`.
         first_step: the number of the step that was done first.
     """

@@ -29,7 +29,7 @@ class Run:
         rank_states: per rank its parameters and buffers after the last step.
         rank_gradients: per rank and step, with `gradients=True`.
         memory: bytes alive in each instruction; empty when not asked for.
-        batch_s: of step_s, the seconds in Job.batch, of the rank that waited most.
+        batch_s: of step_s, the seconds of waiting for Job.batch, of the rank that waited most.
         first_step: the number of the step that `losses` begins with.
     """
 

@@ -10,6 +10,7 @@ from piper_ir.errors import JobError
 from piper_ir.ops import Update
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.settings import Checkpoints
+from piper_runtime.data import check_data_replicas
 from piper_runtime.engine.trace import executed_trace
 from piper_runtime.launch.beginning import beginning_of, committing
 from piper_runtime.launch.inline_run import run_inline
@@ -22,6 +23,7 @@ from piper_runtime.launch.request import make_requests
 from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.feed import check_loader
 from piper_runtime.rank.job import InitialState, Job, materialize
 from piper_runtime.rank.same_model import check_same_model
 
@@ -35,7 +37,7 @@ def execute(
     plan: Plan, code: ExportedCode, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
     ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None, first_step: int | None = None,
-    checkpoint: Checkpoints | None = None, resume: str | Path | None = None,
+    checkpoint: Checkpoints | None = None, resume: str | Path | None = None, loader: str | int = "thread",
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -58,6 +60,9 @@ def execute(
         checkpoint: where and how often the state is saved.
         resume: "latest", the newest complete checkpoint in the folder of `checkpoint`, or the path of one; the run goes
             on from there with `steps` more steps, under this or any other strategy.
+        loader: who calls Job.batch, one step ahead at most: "thread" (a thread of the rank, once the function has
+            turned out to take a share of the step), "processes" or a number (so many processes per rank, from the
+            start), or "none" (the issuing thread, when a microbatch is loaded; as with "inline" always).
 
     Raises:
         JobError: the job does not fit the plan or the checkpoint.
@@ -67,11 +72,13 @@ def execute(
         HangError: with every rank's last instructions.
         ExecutionError: with rank, node, instruction and peer.
     """
-    check_request(plan, job, steps, launcher, timeout_s)
+    check_request(plan, job, steps, launcher, timeout_s, loader)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
     begin = beginning_of(plan, job, checkpoint, resume, first_step)
-    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, on_step is not None, begin.step, begin.checkpoint)
+    options = RunOptions(
+        steps, timeout_s, trace, memory, gradients, ranges, on_step is not None, begin.step, begin.checkpoint, loader
+    )
     reports: Mapping[int, RankReport]
     with committing(begin.checkpoint, plan, job, initial) as on_save:
         try:
@@ -98,9 +105,10 @@ def _run_workers(
         return own.run(plan, requests, options.timeout_s, on_step, on_save)
 
 
-def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
+def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float, loader: str | int = "thread") -> None:
     """Raise JobError or ExecutionError when `execute` could not even start with these arguments."""
     check_launcher(launcher)
+    check_loader(loader, launcher)
     check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
         raise JobError(
@@ -108,6 +116,7 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
             f"compile the strategy with this job"
         )
     check_clip(plan, job)
+    check_data_replicas(job.batch, plan.replicas)
 
 
 def check_clip(plan: Plan, job: Job) -> None:

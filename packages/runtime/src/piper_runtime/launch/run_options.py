@@ -21,6 +21,7 @@ class RunOptions:
         stream: whether to report every finished step.
         first_step: the number of the first of these steps.
         checkpoint: where and how often the state is saved; None: never.
+        loader: who calls the batch function, see `piper_runtime.launch.execute`.
     """
 
     steps: int
@@ -32,6 +33,7 @@ class RunOptions:
     stream: bool = False
     first_step: int = 0
     checkpoint: Checkpoints | None = None
+    loader: str | int = "thread"
 
     @property
     def numbers(self) -> range:

@@ -112,7 +112,8 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     streams = plan.role_of(rank).streams
     if len(streams) > HEART_SLOTS - 4:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
-    _train(context, bound, options, report)
+    with bound.feed.ahead(options.loader, options.numbers):
+        _train(context, bound, options, report)
     return report
 
 

@@ -1,6 +1,6 @@
 """Bind a plan to one rank: its job, code, tensors and optimizer, and a closure for each instruction.
 
-May import: weights.
+May import: data, weights.
 """
 
 from piper_runtime.rank.code import ExportedCode, ShippedCode

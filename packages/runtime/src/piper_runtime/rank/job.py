@@ -16,6 +16,7 @@ from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
+from piper_runtime.data import bind_batch
 from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
 from piper_runtime.weights import (
     HeldTensor,
@@ -78,7 +79,8 @@ class Job:
     Attributes:
         model: () -> nn.Module.
         batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
-            tuple (positional) or a dict (keyword), targets any nest of tensors.
+            tuple (positional) or a dict (keyword), targets any nest of tensors. `from_dataset` and `from_stream` make
+            one, which is bound to `global_batch` here.
         loss: (output, targets) -> a mean over rows, or a pair (sum, weight).
         optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
@@ -126,6 +128,7 @@ class Job:
             raise JobError(
                 f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init the path of weights"
             )
+        object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
 
 
 def _check_int(name: str, value: object, least: int) -> None:

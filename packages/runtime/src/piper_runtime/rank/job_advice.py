@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 BATCH = (
-    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch; every rank "
-    "asks for its own:\n"
+    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch. "
+    "piper.from_dataset(dataset) makes one of a dataset of torch.utils.data; by hand, every rank asks for its own:\n"
     "    def batch(step, rows):  # rows: a range in 0..global_batch\n"
     "        index = [(step * GLOBAL_BATCH + row) % len(x) for row in rows]\n"
     "        return x[index], y[index]"

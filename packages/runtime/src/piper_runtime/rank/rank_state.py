@@ -88,7 +88,7 @@ class RankState:
         with torch.no_grad():
             self.store = Store(plan, rank, params, buffers, device)
             self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
-        self.feed = Feed(plan, rank, job.batch)
+        self.feed = Feed(plan, rank, job.batch, device)
         self.steps = LoadedSteps(code, device)
 
     def record(self, kind: str, mb: int, value: float) -> None:

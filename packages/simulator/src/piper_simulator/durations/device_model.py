@@ -73,6 +73,7 @@ class DeviceModel(CostModel):
         self._busy_s: dict[tuple[str, str, int], float] = {}
         self._beside: dict[str, dict[int, float]] = {}
         self._calls: dict[str, set[int]] = {}
+        self._computes: dict[str, float] = {}
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
         """Return duration, source, bytes and FLOPs of one instruction of a role."""
@@ -177,9 +178,26 @@ class DeviceModel(CostModel):
         return Work(launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1), "formula")
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
-        """Return the seconds of the job's batch function, which the first load of a microbatch on a role calls."""
+        """Return the seconds for which a load waits for the job's batch function: the first of a microbatch on a role.
+
+        Where the host is the device, a core does the function's work as well as the compute, so all of it counts.
+        Elsewhere the loader of the runtime calls it beside the device, one step ahead, and what is longer than the
+        compute of a step counts.
+        """
         known = self.costs.of_part("Batch", self.plan.rows)
-        return known.seconds if known is not None and self._is_first(role, part) else 0.0
+        if known is None or not self._is_first(role, part):
+            return 0.0
+        if self._inline:
+            return known.seconds
+        return max(0.0, known.seconds - self._step_s(role) / len(self._calls[role.role]))
+
+    def _step_s(self, role: RolePlan) -> float:
+        """Return the seconds that a role computes in a step."""
+        if role.role not in self._computes:
+            kind = self._kinds_in(role)[0]
+            parts = (p for instr in role.program for p in instr.parts if isinstance(p.op, Compute))
+            self._computes[role.role] = sum(self._part(role, p, kind).seconds for p in parts)
+        return self._computes[role.role]
 
     def _is_first(self, role: RolePlan, part: Part) -> bool:
         if role.role not in self._calls:

@@ -1,0 +1,77 @@
+"""Call a job's batch function for the microbatches of one rank, and check what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from piper_ir.errors import JobError
+from piper_ir.ops import Load
+from piper_ir.plan import Plan
+from piper_ir.sizes import bind
+from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
+
+
+@dataclass(frozen=True)
+class TensorLook:
+    """Hold the shape and dtype that a plan was made for, of one batch tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BatchCall:
+    """Hold what is needed to call a batch function for one rank, without the plan.
+
+    Attributes:
+        rows: the rows of each microbatch, in the order in which the rank loads them first.
+        names: the tensors of each microbatch that the rank loads.
+        looks: shape and dtype of each tensor.
+    """
+
+    batch: Batch
+    rows: dict[int, range]
+    names: dict[int, tuple[str, ...]]
+    looks: dict[str, TensorLook]
+
+    def __call__(self, step: int, mb: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a microbatch that the rank loads, as the user's function made them.
+
+        Raises JobError when they do not fit the plan.
+        """
+        rows = self.rows[mb]
+        call = f"Job.batch(step={step}, rows={rows})"
+        with torch.enable_grad():
+            result = self.batch(step, rows)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise JobError(f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed")
+        found = flatten_batch(*result)
+        for name in self.names[mb]:
+            self._check(call, name, found)
+        return {name: found[name] for name in self.names[mb]}
+
+    def _check(self, call: str, name: str, found: Mapping[str, torch.Tensor]) -> None:
+        look = self.looks[name]
+        if name not in found:
+            raise JobError(f"{call} returned no tensor {name}, which the plan reads; it returned {', '.join(found)}")
+        tensor = found[name]
+        if tuple(tensor.shape) != look.shape:
+            raise JobError(f"{call} returned {name} of shape {tuple(tensor.shape)}; the plan was made for {look.shape}")
+        if tensor.dtype != look.dtype and not (tensor.is_floating_point() and look.dtype.is_floating_point):
+            raise JobError(f"{call} returned {name} of {tensor.dtype}; the plan was made for {look.dtype}")
+
+
+def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
+    """Return the calls of a batch function that one rank of a plan makes."""
+    replica = plan.replica_of(rank)
+    names: dict[int, dict[str, None]] = {}
+    for part in (p for instr in plan.role_of(rank).program for p in instr.parts):
+        if isinstance(part.op, Load):
+            names.setdefault(part.mb, {})[part.op.tensor] = None
+    specs = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
+    looks = {n: TensorLook(tuple(bind(d, 0) for d in s.shape), getattr(torch, s.dtype)) for n, s in specs.items()}
+    rows = {mb: microbatch_rows(plan, replica, mb) for mb in names}
+    return BatchCall(batch, rows, {mb: tuple(found) for mb, found in names.items()}, looks)
