@@ -19,8 +19,8 @@ from piper_ir.plan import Plan
 from piper_runtime import Job
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import MemoryPoint
+from piper_runtime.launch.inline_run import rank_job
 from piper_runtime.launch.report import measured_counter
-from piper_runtime.launch.run import rank_job
 from piper_runtime.rank import loader_thread
 from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import materialize

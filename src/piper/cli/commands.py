@@ -176,11 +176,10 @@ def run(
     with user_errors(locals()):
         from piper.cli import running
 
-        arguments = running.RunArguments(
+        (running.launch if print_launch else running.run)(running.RunArguments(
             file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
             checkpoint, every, resume, loader,
-        )  # fmt: skip
-        (running.launch if print_launch else running.run)(arguments)
+        ))  # fmt: skip
 
 
 @app.command()
@@ -208,11 +207,10 @@ def launch(
     with user_errors(locals()):
         from piper.cli import running
 
-        given = running.RunArguments(
+        running.launch(running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
             as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader,
-        )  # fmt: skip
-        running.launch(given)
+        ))  # fmt: skip
 
 
 @app.command()
