@@ -194,7 +194,7 @@ def plan(n: int) -> Plan:
     roles = []
     for role, bucket, bare in zip(writer.roles, buckets, _plain_roles(n), strict=True):
         role.finish(bucket.id)
-        states = tuple(State(f"{kind}:{bucket.id}", kind, bucket.numel * 8) for kind in ("param", "grad"))
+        states = (State("param", bucket.id, bucket.numel * 8, True), State("grad", bucket.id, bucket.numel * 8, True))
         streams = (COMPUTE, "send", "recv", "group")
         first = tuple(role.received)
         roles.append(RolePlan(bare.role, bare.placed, bare.ranks, tuple(role.program), streams, states, first))

@@ -152,9 +152,9 @@ def good_plan() -> Plan:
     first, second = Builder(values), Builder(values)
     _first(first)
     _second(second)
-    tied = (State("param:tied", "param", 512), State("grad:tied", "grad", 512), State("optim:tied", "optim", 1024))
-    own = (State("param:own", "param", 256), State("grad:own", "grad", 256), State("optim:own", "optim", 512))
-    scale = State("buffer:scale", "buffer", 32)
+    tied = (State("param", "tied", 512, True), State("grad", "tied", 512, True), State("optim", "tied", 1024, True))
+    own = (State("param", "own", 256, True), State("grad", "own", 256, True), State("optim", "own", 512, True))
+    scale = State("buffer", "scale", 32)
     streams = ("compute", "send", "recv", "reduce")
     plan = Plan(
         program_key="0123456789abcdef",

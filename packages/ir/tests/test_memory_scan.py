@@ -36,7 +36,7 @@ def plan(*program: Instr, values: tuple[Value, ...], liveness: Liveness | None =
 
 
 X, Y = value("x", 100), value("y", 40)
-STATES = (State("param:w", "param", 7), State("grad:b", "grad", 5))
+STATES = (State("param", "w", 7), State("grad", "b", 5, True))
 
 
 def usages(p: Plan) -> list[Usage]:

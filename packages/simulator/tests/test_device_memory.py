@@ -39,7 +39,7 @@ def heavy(nbytes: int, role: int = 0) -> Plan:
     first, second = plan.roles
     program = [replace(i, allocs_after=("v0>1@0",)) if i.stream == COMPUTE else i for i in second.program]
     roles = (first, replace(second, program=tuple(program)))
-    state = State("param:w", "param", nbytes)
+    state = State("param", "w", nbytes)
     return with_peaks(replace(plan, roles=tuple(replace(r, states=(state,) * (k == role)) for k, r in enumerate(roles))))
 
 

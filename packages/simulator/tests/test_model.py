@@ -51,7 +51,7 @@ def plan(*chunks: Chunk, mesh: Mesh | None = None, over: tuple[str, ...] = ()) -
     mesh = mesh or Mesh(pp=2)
     roles = tuple(
         RolePlan(
-            f"pp{r}", {"pp": r}, mesh.ranks({"pp": r}), (), (), (State("param:b", "param", 40), State("optim:b", "optim", 80))
+            f"pp{r}", {"pp": r}, mesh.ranks({"pp": r}), (), (), (State("param", "b", 40, True), State("optim", "b", 80, True))
         )
         for r in range(2)
     )

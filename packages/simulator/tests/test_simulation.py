@@ -94,7 +94,7 @@ def test_of_several_steps_the_trace_is_the_last_from_its_own_start() -> None:
 
 def test_memory_peaks_and_samples() -> None:
     plan = two_devices().plan()
-    roles = (replace(plan.roles[0], states=(State("param:w", "param", 64),), allocs_first=("v0>1@0",)), plan.roles[1])
+    roles = (replace(plan.roles[0], states=(State("param", "w", 64),), allocs_first=("v0>1@0",)), plan.roles[1])
     plan = with_peaks(replace(plan, roles=roles))
     s = simulate(plan)
     assert s.peak_bytes == (80, 0) == tuple(r.peak_bytes for r in plan.roles)
@@ -106,7 +106,7 @@ def test_memory_peaks_and_samples() -> None:
 def test_device_bytes_count_what_is_not_tensors() -> None:
     cluster = load_cluster("h100x8")
     plan = two_devices().plan()
-    plan = replace(plan, roles=(replace(plan.roles[0], states=(State("param:w", "param", 1000),)), plan.roles[1]))
+    plan = replace(plan, roles=(replace(plan.roles[0], states=(State("param", "w", 1000),)), plan.roles[1]))
     s = simulate(plan, cluster)
     assert s.device_bytes[0] == cluster.device.context_bytes + 1050 + 2 * cluster.device.p2p_bytes
 

@@ -111,7 +111,16 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
         raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
     spec = optimizer_spec(source, captured.program.params)
-    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
+    given = source.precision
+    training = Training(
+        spec.group_of,
+        spec.state_bytes,
+        source.clip_norm,
+        source.tokens_per_row,
+        spec.update_bytes,
+        given.params,
+        given.reduce or given.params,
+    )
     return captured, spec, training
 
 

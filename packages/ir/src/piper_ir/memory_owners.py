@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from piper_ir.memory import peak
 from piper_ir.memory_steps import steps
 from piper_ir.ops import Compute, Load, Recv, Send
-from piper_ir.plan import Part, Plan, RolePlan
+from piper_ir.plan import Part, Plan, RolePlan, State
 from piper_ir.tools import size_text
 
 
@@ -76,7 +76,7 @@ def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
 def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
     """Yield everything that is held at the peak."""
     for state in role.states:
-        yield Held(state.category, _state_owner(plan, state.id), -1, state.nbytes, state.id)
+        yield Held(state.category, _state_owner(plan, state), -1, state.nbytes, state.id)
     alive, extra, running = _at_peak(plan, role)
     whose = origins(plan, role, alive)
     for v, nbytes in alive.items():
@@ -158,11 +158,10 @@ def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[s
     return left
 
 
-def _state_owner(plan: Plan, id: str) -> str:
-    """Return a bucket's name for people: its first parameter, and how many more it has."""
-    name = id.partition(":")[2] or id
-    bucket = next((b for b in plan.buckets if b.id == name), None)
-    if bucket is None or not bucket.params:
-        return name
-    more = f" and {len(bucket.params) - 1} more" if len(bucket.params) > 1 else ""
-    return f"{name}: {bucket.params[0]}{more}"
+def _state_owner(plan: Plan, state: State) -> str:
+    """Return a state's name for people: that of a bucket tells its first parameter, and how many more it has."""
+    params = plan.bucket(state.name).params if state.flat else ()
+    if not params:
+        return state.name
+    more = f" and {len(params) - 1} more" if len(params) > 1 else ""
+    return f"{state.name}: {params[0]}{more}"

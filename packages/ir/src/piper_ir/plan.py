@@ -29,7 +29,7 @@ from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
-from piper_ir.sizes import TensorSpec, bind
+from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 
 PLAN_VERSION = 1
 COMPUTE = "compute"
@@ -38,13 +38,16 @@ COMPUTE = "compute"
 DeviceType = Literal["", "cpu", "cuda"]
 """The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
 
-Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
+Category = Literal["param", "master", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
 """The use of memory.
 
-States are param, grad (buckets), optim and buffer. Values are activation (outputs and saved tensors of F), gradient (of
+States are param, master, grad (buckets), optim and buffer; a bucket has a master where its parameters are computed with
+in another dtype than they are updated in. Values are activation (outputs and saved tensors of F), gradient (of
 activations), batch and scalar. workspace is what a running instruction holds beyond its values.
 """
-CATEGORIES: tuple[Category, ...] = ("param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace")
+CATEGORIES: tuple[Category, ...] = (
+    *("param", "master", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +101,42 @@ class Values(Mapping[str, Value]):
 class State:
     """Describe persistent bytes of a role, which no step frees.
 
-    `id` is "param:BUCKET" (or "param:NAME" for an untrained one), "grad:BUCKET", "optim:BUCKET" or "buffer:NAME".
+    Attributes:
+        category: param, grad, optim or buffer.
+        name: the bucket that it belongs to, or the parameter or buffer that is in none.
+        nbytes: its bytes on one rank.
+        flat: whether `name` is that of a bucket, so that it holds one flat tensor for all of its parameters.
     """
 
-    id: str
     category: Category
+    name: str
     nbytes: int
+    flat: bool = False
+
+    @property
+    def id(self) -> str:
+        """Return its name in messages, which is unique on a role: "param:bucket0" or "buffer:scale"."""
+        return f"{self.category}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Describe a flat gradient buffer, which is the same for every role that holds it.
 
+    Its holders have a state "param" in `compute_dtype`, which chunks read, and a state "grad" in `reduce_dtype`. Where
+    `compute_dtype` is not `dtype`, they have a state "master" too, which the optimizer updates and from which "param"
+    is written then.
+
     Attributes:
         params: the parameters whose gradients it holds, in order.
         offsets: where the gradients start, in elements; 256-byte aligned.
         numel: the number of elements.
+        dtype: the dtype in which the optimizer updates its parameters.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
         channel: the channel that reduces it; "" when one rank alone holds it.
+        compute: the dtype of its parameters in forward and backward; "" for `dtype`.
+        reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
     """
 
     id: str
@@ -128,6 +148,31 @@ class Bucket:
     over: tuple[str, ...] = ()
     group: int = 0
     channel: str = ""
+    compute: str = ""
+    reduce: str = ""
+
+    @property
+    def compute_dtype(self) -> str:
+        """Return the dtype of its parameters in forward and backward."""
+        return self.compute or self.dtype
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Return the dtype in which its gradients are summed and reduced."""
+        return self.reduce or self.dtype
+
+    @property
+    def mastered(self) -> bool:
+        """Return whether its holders have a master beside the parameters that chunks read."""
+        return self.compute_dtype != self.dtype
+
+    @property
+    def flat_bytes(self) -> Mapping[Category, int]:
+        """Return the bytes of its states by category, without those of the optimizer."""
+        dtypes: dict[Category, str] = {"param": self.compute_dtype}
+        dtypes |= {"master": self.dtype} if self.mastered else {}
+        dtypes["grad"] = self.reduce_dtype
+        return {category: self.numel * ITEM_BYTES[dtype] for category, dtype in dtypes.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import assert_never
 
 from piper_ir.ops import Collective, Comm, Recv, Send, SquaredNorm, Update
-from piper_ir.plan import Bucket, Part, Plan, RolePlan
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.plan import Bucket, Part, Plan, RolePlan, State
+from piper_ir.sizes import bind
 
 
 class PlanBytes:
@@ -22,11 +22,18 @@ class PlanBytes:
         match part.op:
             case SquaredNorm(buckets=buckets):
                 return nbytes + sum(bucket_bytes(self._plan.bucket(b)) for b in buckets)
-            case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
-                names = {f"{kind}:{b}" for b in buckets for kind in ("param", "grad", "optim")}
-                return nbytes + 2 * sum(s.nbytes for s in role.states if s.id in names)
+            case Update(buckets=buckets):
+                return nbytes + sum(self._updated(s) for s in role.states if s.flat and s.name in buckets)
             case _:
                 return nbytes
+
+    def _updated(self, state: State) -> int:
+        """Return the bytes of a state that an update reads and writes.
+
+        Parameters, optimizer state and (to zero it) the gradient are read and written; the copy of a master is written.
+        """
+        copied = state.category == "param" and self._plan.bucket(state.name).mastered
+        return state.nbytes * (1 if copied else 2)
 
     def message_bytes(self, op: Comm, part: Part) -> int:
         """Return the bytes of a communication's message: of the sent value, or of the whole tensor of a collective."""
@@ -53,4 +60,4 @@ class PlanBytes:
 
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket's gradients."""
-    return bucket.numel * ITEM_BYTES[bucket.dtype]
+    return bucket.flat_bytes["grad"]

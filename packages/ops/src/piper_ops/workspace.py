@@ -91,7 +91,7 @@ def _cross_entropy(call: Call) -> Workspace:
     item = accumulate_dtype(logits.dtype).itemsize
     if logits.dtype == torch.bfloat16:
         rows = 2 * item * classes - 8  # less what is not there yet: the slice's losses and logsumexps
-        return _in_slices(logits, 4 * tokens - 2, rows)
+        return _in_slices(logits, 4 * tokens - 4, rows)
     return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
 
 
@@ -104,7 +104,7 @@ def _cross_entropy_dgrad(call: Call) -> Workspace:
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
     half = logits.element_size() < item
-    return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
+    return _in_slices(logits, (item + 1 + 8) * tokens, item * (classes if half else 1))
 
 
 def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:

@@ -30,6 +30,7 @@ class TraceSpec:
         specs: the specs of the piece's inputs, affine in rows.
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
+        reduce: the dtype of gradient accumulators; None for that of their parameters.
     """
 
     cut: Cut
@@ -37,6 +38,7 @@ class TraceSpec:
     specs: tuple[TensorSpec, ...]
     needs_grad: tuple[bool, ...]
     tangent_mask: tuple[bool, ...]
+    reduce: torch.dtype | None = None
 
     def trace(self, rows: int) -> TracedChunk:
         inputs = [
@@ -45,8 +47,8 @@ class TraceSpec:
         ]
         module = self.cut.module(self.piece, rows)
         if self.piece.opaque:
-            return trace_opaque(module, inputs, self.tangent_mask, random=self.cut.random(self.piece))
-        return trace_chunk(module, inputs, self.tangent_mask)
+            return trace_opaque(module, inputs, self.tangent_mask, random=self.cut.random(self.piece), reduce=self.reduce)
+        return trace_chunk(module, inputs, self.tangent_mask, self.reduce)
 
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:

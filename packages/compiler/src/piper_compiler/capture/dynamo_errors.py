@@ -17,6 +17,13 @@ from piper_ops import REFUSALS, is_model_code
 FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]+))\(.*: got (\w+)\((['\"])(.*)\4\)", re.DOTALL)
 """A pattern for Dynamo's text of an operation that fails: the function or method, then class and text of the error."""
 
+DTYPES_DIFFER = re.compile(r"same dtype|same data ?type|to match query|expected scalar type|but got: \w*(Float|BFloat16|Double)")
+"""A pattern for the reasons of torch when two tensors of an operation have different floating-point dtypes."""
+CASTS = (
+    "Parameters and floating-point tensors of the batch have the dtype of Job.precision, and buffers the one that the model "
+    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the result .to(x.dtype); "
+    "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
+)
 CUSTOM_OP = (
     "A custom op needs an implementation of its shapes and a gradient:\n"
     "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
@@ -58,6 +65,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif names_device(text):
         advice = f"{DEVICES}."
+    elif DTYPES_DIFFER.search(reason):
+        advice = CASTS
     elif part == "loss" and (raised or "bind arguments" in text or "object has no attribute" in reason):
         advice = LOSS
     elif isinstance(error, _torch.RuntimeFailure) or raised:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -68,15 +68,17 @@ class TracedChunk:
     random: bool
 
 
-def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> TracedChunk:
-    """Return the steps of `module`, whose placeholders are `inputs`.
+def trace_chunk(
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], reduce: torch.dtype | None = None
+) -> TracedChunk:
+    """Return the steps of `module`, whose placeholders are `inputs`; W adds to accumulators of the dtype `reduce`.
 
     The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
     behind the module's outputs come those of the values that it changes in place, in the order of
     the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
     functional.
     """
-    joint = _trace(module, inputs, tangent_mask)
+    joint = replace(_trace(module, inputs, tangent_mask), reduce=reduce)
     cut = phases.cut(joint)
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}

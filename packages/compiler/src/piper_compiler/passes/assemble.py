@@ -10,7 +10,7 @@ from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 
 
 def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[InstrTable], request: CompileRequest) -> Plan:
@@ -61,23 +61,22 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     """Return the persistent state of each role.
 
-    It consists of parameters in buckets (flat, with their padding), other parameters, gradients, optimizer state and
-    buffers.
+    It consists of parameters in buckets (flat, with their padding), their masters, other parameters, gradients,
+    optimizer state and buffers.
     """
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
-        size = bucket.numel * ITEM_BYTES[bucket.dtype]
-        mine = [State(f"param:{bucket.id}", "param", size), State(f"grad:{bucket.id}", "grad", size)]
+        mine = [State(category, bucket.id, size, True) for category, size in bucket.flat_bytes.items()]
         if optim := training.state_bytes(bucket):
-            mine.append(State(f"optim:{bucket.id}", "optim", optim))
+            mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:
             out[role].update({s.id: s for s in mine})
     specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
     for chunk in graph.program.chunks:
         kinds: dict[str, Literal["param", "buffer"]] = {e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")}
         kinds |= {o.ref: "buffer" for o in chunk.outputs if o.kind == "buffer"}  # replaced without being read
-        alone = [State(f"{kind}:{ref}", kind, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
+        alone = [State(kind, ref, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
         for role in dict.fromkeys(node.role for node in graph.compute(chunk.id, "F")):
             out[role].update({s.id: s for s in alone})
     return {role: tuple(states.values()) for role, states in out.items()}

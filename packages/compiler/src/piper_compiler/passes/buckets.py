@@ -5,6 +5,8 @@ The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from piper_compiler.ports import trains
 from piper_compiler.request import Training
 from piper_ir.errors import CompileError
@@ -20,14 +22,14 @@ ALIGN_BYTES = 256
 torch's allocator gives the same.
 """
 
-_BucketKey = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
+_BucketKey = tuple[tuple[str, ...], tuple[str, ...], tuple[str, str, str], int, int, str]
 
 
 def make_buckets(edit: Editor, training: Training) -> None:
     """Add the buckets of all trained parameters and the channels that reduce them.
 
     Parameters stand in the order in which their gradients become complete. A bucket ends where the next parameter would
-    exceed its size. Parameters of one bucket share their roles, replicas, dtype and optimizer group.
+    exceed its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
     """
     held = holders(edit, edit.graph.program)
     open_: dict[_BucketKey, list[Param]] = {}
@@ -38,14 +40,16 @@ def make_buckets(edit: Editor, training: Training) -> None:
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over)
         limit = policy.bucket_bytes if reduced else 2**62
-        key = (roles, policy.over, param.spec.dtype, group, limit, policy.stream)
+        dtypes = training.bucket_dtypes(param)
+        key = (roles, policy.over, dtypes, group, limit, policy.stream)
         members = open_.get(key)
-        if members is None or filled[key] + bind(param.spec.nbytes, 0) > limit:
+        item = ITEM_BYTES[dtypes[2] or dtypes[0]]
+        if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
             members = open_[key] = []
             filled[key] = 0
             made.append((key, members))
         members.append(param)
-        filled[key] += _aligned(param) * ITEM_BYTES[param.spec.dtype]
+        filled[key] += _aligned(param, dtypes) * item
     for number, (key, members) in enumerate(made):
         _add(edit, f"bucket{number}", key, members)
 
@@ -70,25 +74,27 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
     return [(by_name[name], policy) for name, policy in out.items()]
 
 
-def _aligned(param: Param) -> int:
-    """Return the elements that a parameter takes in a bucket."""
-    step = ALIGN_BYTES // ITEM_BYTES[param.spec.dtype]
+def _aligned(param: Param, dtypes: Iterable[str]) -> int:
+    """Return the elements that a parameter takes in a bucket, aligned in the narrowest of its dtypes."""
+    step = ALIGN_BYTES // min(ITEM_BYTES[dtype] for dtype in dtypes if dtype)
     return -(-bind(param.spec.numel, 0) // step) * step
 
 
 def _add(edit: Editor, id: str, key: _BucketKey, members: list[Param]) -> None:
-    roles, over, dtype, group, _, stream = key
+    roles, over, dtypes, group, _, stream = key
+    dtype, compute, reduce = dtypes
     offsets, numel = [], 0
     for param in members:
         offsets.append(numel)
-        numel += _aligned(param)
+        numel += _aligned(param, dtypes)
     channel = ""
     if len(roles) > 1 or over:
         name = "+".join(roles) + ("/" + "+".join(over) if over else "")
         used = stream or "reduce"
         channel = f"reduce.{name}.{used}"
         edit.channels.setdefault(channel, Channel(channel, "group", roles, (used,) * len(roles), over, "reduce"))
-    edit.buckets[id] = Bucket(id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, over, group, channel)
+    names = tuple(p.name for p in members)
+    edit.buckets[id] = Bucket(id, names, tuple(offsets), numel, dtype, roles, over, group, channel, compute, reduce)
 
 
 def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:

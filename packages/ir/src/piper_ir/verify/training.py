@@ -101,11 +101,15 @@ def check_layout(findings: Findings) -> None:
     params = {p.name: p for p in findings.plan.params}
     for bucket in findings.plan.buckets:
         where = f"bucket {bucket.id}"
-        item, end, last = ITEM_BYTES[bucket.dtype], 0, "the start"
+        item, end, last = min(ITEM_BYTES[d] for d in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)), 0, "the start"
         if len(bucket.params) != len(bucket.offsets):
             findings.add("R22-buckets", f"{where} has {len(bucket.params)} parameters and {len(bucket.offsets)} offsets")
             continue
         for name, offset in zip(bucket.params, bucket.offsets, strict=True):
+            if params[name].spec.dtype != bucket.compute_dtype:
+                findings.add(
+                    "R22-buckets", f"{where} has {name} in {bucket.compute_dtype}; chunks read {params[name].spec.dtype}"
+                )
             if offset * item % ALIGNMENT:
                 findings.add(
                     "R22-buckets", f"{where}: {name} starts at byte {offset * item}, which is no multiple of {ALIGNMENT}"

@@ -10,7 +10,7 @@ from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.shipping import pack
-from piper_runtime.rank.store import held_params, state_names
+from piper_runtime.rank.store import held_params, lone_tensors
 
 
 def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
@@ -28,7 +28,7 @@ def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialStat
             found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
         rank = role.ranks[0]
         params = {n: initial.params[n].clone() for n in held_params(plan, rank)}
-        buffers = {n: initial.buffers[n].clone() for n in state_names(plan, rank, "buffer")}
+        buffers = {n: initial.buffers[n].clone() for n in lone_tensors(plan, rank, "buffer")}
         request = Request(plan_blob, callables, found, params, buffers, job.seed, options)
         out |= dict.fromkeys(role.ranks, request)
     return out

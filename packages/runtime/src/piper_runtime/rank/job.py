@@ -15,45 +15,12 @@ from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
-from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The accepted dtypes of parameters, by torch's names."""
+from piper_runtime.rank.job_advice import callable_problem, precision_problem
+from piper_runtime.rank.precision import DTYPES, Precision
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-@checked_fields(JobError)
-@dataclass(frozen=True)
-class Precision:
-    """Hold dtypes by torch's names.
-
-    `params` is the dtype of parameters, of floating-point buffers and of floating-point batch tensors. `compute`,
-    `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None means
-    that of `params`, and nothing else is accepted yet.
-    """
-
-    params: str = "float32"
-    compute: str | None = None
-    reduce: str | None = None
-    master: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.params not in DTYPES:
-            raise JobError(dtype_problem(self.params, DTYPES))
-        for name in ("compute", "reduce", "master"):
-            if getattr(self, name) not in (None, self.params):
-                raise JobError(
-                    f"Precision({name}={getattr(self, name)!r}) differs from params={self.params!r}: mixed precision is not "
-                    f"supported yet; leave {name} out"
-                )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return torch's dtype of `params`."""
-        return DTYPES[self.params]
 
 
 @checked_fields(JobError)
@@ -189,7 +156,7 @@ class InitialState:
 
 
 def materialize(job: Job) -> InitialState:
-    """Return the model's parameters and buffers, made on CPU under the job's seed, in the dtype of `precision.params`.
+    """Return the model's tensors, made on CPU under the job's seed; parameters have the dtype of `precision.params`.
 
     The caller's random state stays as it was. Raises JobError when the model cannot be made or the file of `init` does
     not fit it.
@@ -200,20 +167,25 @@ def materialize(job: Job) -> InitialState:
             model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
-    state = initial_state(model, job.precision.dtype)
+    state = initial_state(model, job.precision.dtype, job.precision.compute_dtype)
     if job.init != "model":  # into tensors that have their dtype: a float64 file is not to be rounded to float32
         _load(model, Path(job.init))
     return state
 
 
-def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
-    """Cast the floating-point tensors of a module in place, and return all of them; complex ones stay as they are."""
+def initial_state(model: nn.Module, dtype: torch.dtype, compute: torch.dtype | None = None) -> InitialState:
+    """Cast the parameters of a module in place to `dtype`, and return all of its tensors.
+
+    Floating-point buffers stay as the model made them, but where `compute` (that of parameters if it is None) is
+    float64, which is there to compare: everything is then in float64. Complex tensors stay as they are.
+    """
     state = InitialState({}, {}, model)
+    all_wide = (compute or dtype) == torch.float64
     for name, tensor in _first_tensors(model).items():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-        kind = state.params if isinstance(tensor, nn.Parameter) else state.buffers
-        kind[name] = tensor.detach()
+        parameter = isinstance(tensor, nn.Parameter)
+        if tensor.is_floating_point() and (parameter or all_wide):
+            tensor.data = tensor.data.to(dtype if parameter else torch.float64)
+        (state.params if parameter else state.buffers)[name] = tensor.detach()
     return state
 
 

@@ -16,7 +16,7 @@ from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import Batch, NamedParameters
-from piper_runtime.rank.optimizer import RankOptimizer
+from piper_runtime.rank.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.rng import rng_places
 from piper_runtime.rank.store import Store
 
@@ -75,10 +75,17 @@ class RankState:
         self.scalars[kind][mb] = value
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters and buffers that this rank holds, by name, on the CPU."""
-        return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
+        """Return copies of the parameters and buffers that this rank holds, by name, on the CPU.
+
+        Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
+        another dtype: the job has it as it was made.
+        """
+        exact = {getattr(torch, b.dtype) for b in self.plan.buckets}
+        lone = {n: t for n, t in self.store.params.items() if n not in self.store.grads}
+        whole = {n: t for n, t in lone.items() if t.dtype in exact or not t.is_floating_point()}
+        return {n: t.to(CPU, copy=True) for n, t in {**whole, **self.store.masters, **self.store.buffers}.items()}
 
     def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
+        """Return copies of the gradients in these buckets, as the optimizer gets them, by parameter, on the CPU."""
         names = [n for b in buckets for n in self.plan.bucket(b).params]
-        return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
+        return {n: scaled(self.store.grads[n].clone(), scale, self.store.masters[n].dtype).to(CPU) for n in names}

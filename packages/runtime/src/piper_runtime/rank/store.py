@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 
@@ -16,8 +17,9 @@ class Store:
     """Hold a rank's states on its device, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
-    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies its
-    arguments.
+    (`flat_grads`), zeroed. What an optimizer updates are `masters`, views of `flat_masters`: the parameters themselves,
+    or others in a wider dtype, from which `copy_masters` writes the parameters. Every other parameter, and every
+    buffer, is a tensor of its own. The store copies its arguments.
     """
 
     def __init__(
@@ -29,61 +31,73 @@ class Store:
         self.values: dict[str, torch.Tensor] = {}
         self.params: dict[str, torch.Tensor] = {}
         self.grads: dict[str, torch.Tensor] = {}
+        self.masters: dict[str, torch.Tensor] = {}
         self.flat_params: dict[str, torch.Tensor] = {}
+        self.flat_masters: dict[str, torch.Tensor] = {}
         self.flat_grads: dict[str, torch.Tensor] = {}
         self._given = params
-        held = {kind: state_names(plan, rank, kind) for kind in ("grad", "param", "buffer")}
-        self.buckets: tuple[Bucket, ...] = tuple(plan.bucket(b) for b in held["grad"])
+        self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
             self._add_bucket(bucket)
-        for name in held["param"]:
-            self.params[name] = _copy(self._initial(name), device)
-        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in held["buffer"]}
+        dtypes = {p.name: getattr(torch, p.spec.dtype) for p in plan.params}
+        for name in lone_tensors(plan, rank, "param"):
+            self.params[name] = _copy(self._initial(name), device, dtypes[name])
+        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in lone_tensors(plan, rank, "buffer")}
         del self._given
 
     def _initial(self, name: str) -> torch.Tensor:
         return _find(self._given, "parameter", name)
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        dtype = getattr(torch, bucket.dtype)
-        flat, grad = (torch.zeros(bucket.numel, dtype=dtype, device=self.device) for _ in range(2))
+        names = (bucket.compute_dtype, bucket.reduce_dtype, bucket.dtype)
+        made = [torch.zeros(bucket.numel, dtype=getattr(torch, n), device=self.device) for n in names[: 2 + bucket.mastered]]
+        flat, grad, master = *made[:2], made[-1] if bucket.mastered else made[0]
         for name, offset in zip(bucket.params, bucket.offsets, strict=True):
             initial = self._initial(name)
             part = slice(offset, offset + initial.numel())
-            self.params[name] = flat[part].view(initial.shape)
-            self.params[name].copy_(initial)
+            self.params[name], self.masters[name] = flat[part].view(initial.shape), master[part].view(initial.shape)
+            self.masters[name].copy_(initial)
             self.grads[name] = grad[part].view(initial.shape)
-        self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grad
+        self.flat_params[bucket.id], self.flat_masters[bucket.id], self.flat_grads[bucket.id] = flat, master, grad
+        self.copy_masters((bucket.id,))
+
+    def copy_masters(self, buckets: Iterable[str]) -> None:
+        """Write the parameters of buckets from their masters, where these are others."""
+        for id in buckets:
+            flat, master = self.flat_params[id], self.flat_masters[id]
+            if flat is not master:
+                flat.copy_(master)
 
     def parameter(self, name: str) -> torch.nn.Parameter:
-        """Return a parameter as an nn.Parameter that shares its memory."""
-        return torch.nn.Parameter(self.params[name])
+        """Return what an optimizer updates of a parameter, as an nn.Parameter that shares its memory."""
+        return torch.nn.Parameter(self.masters[name])
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor that owns bytes of a state, without optimizer state."""
         bucketed = self.grads.keys()
         own = [t for n, t in self.params.items() if n not in bucketed]
-        return [*self.flat_params.values(), *self.flat_grads.values(), *own, *self.buffers.values()]
+        masters = [t for id, t in self.flat_masters.items() if t is not self.flat_params[id]]
+        return [*self.flat_params.values(), *masters, *self.flat_grads.values(), *own, *self.buffers.values()]
 
 
-def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
-    """Return the names of the rank's states of a kind: "param" (not in a bucket), "grad" (bucket ids) or "buffer"."""
-    prefix = kind + ":"
-    found = [s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix)]
-    if kind == "param":  # "param:BUCKET" is the flat tensor of all parameters in a bucket
-        buckets = set(state_names(plan, rank, "grad"))
-        found = [name for name in found if name not in buckets]
-    return tuple(found)
+def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
+    """Return the buckets of which a rank holds parameters, whole or in part."""
+    return tuple(plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "param")
+
+
+def lone_tensors(plan: Plan, rank: int, category: Literal["param", "buffer"]) -> tuple[str, ...]:
+    """Return the names of the rank's parameters that are in no bucket, or of its buffers."""
+    return tuple(s.name for s in plan.role_of(rank).states if s.category == category and not s.flat)
 
 
 def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
     """Return the names of the parameters that a rank holds, each once."""
-    bucketed = [p for b in state_names(plan, rank, "grad") for p in plan.bucket(b).params]
-    return tuple(dict.fromkeys([*bucketed, *state_names(plan, rank, "param")]))
+    bucketed = [name for bucket in held_buckets(plan, rank) for name in bucket.params]
+    return tuple(dict.fromkeys([*bucketed, *lone_tensors(plan, rank, "param")]))
 
 
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return tensor.to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tensor:

@@ -9,19 +9,20 @@ from piper_ir.plan import Plan, RolePlan
 from piper_simulator.memory.device_memory import DeviceMemory
 
 LINES = (
-    *("parameters", "gradients", "optimizer", "buffers", "activations", "activation_gradients", "communication_buffers"),
-    *("logits_and_loss", "kernels", "update", "batch", "scalars"),
+    *("parameters", "master", "gradients", "optimizer", "buffers", "activations", "activation_gradients"),
+    *("communication_buffers", "logits_and_loss", "kernels", "update", "batch", "scalars"),
 )
 """The names of the lines that add up to the peak.
 
-`gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these.
+`master`: parameters as the optimizer updates them, where forward and backward read copies in another dtype, which are
+`parameters` then. `gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these.
 `communication_buffers`: values that were received, or summed over ranks, and are not freed yet. `logits_and_loss`: of
 the chunk that computes the loss, its saved tensors, gradients and temporaries. `kernels`: temporaries of any other
 chunk that runs at the peak. `update`: temporaries of the optimizer. There are no gathered buckets of sharded
 parameters, since nothing is sharded yet.
 """
 
-_STATES = {"param": "parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
+_STATES = {"param": "parameters", "master": "master", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
 _VALUES = {"activation": "activations", "gradient": "activation_gradients", "batch": "batch", "scalar": "scalars"}
 BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
 """The names of the lines beside `LINES`, as in `DeviceMemory`."""
