@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from piper_ir.ops import Add, Load, Recv, Seed, Send, SquaredNorm, Update
 from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.plan_bytes import flat_bytes
 from tests.plan_edits import (
     bucket_of,
     channel_of,
@@ -424,7 +425,7 @@ def wide_copy(plan: Plan) -> Plan | None:
     n = _mastered(plan)
     if n is None:
         return None
-    plan, sizes = _with_bucket(plan, n, compute=""), plan.buckets[n].flat_bytes
+    plan, sizes = _with_bucket(plan, n, compute=""), flat_bytes(plan.buckets[n])
     states = [
         [replace(s, nbytes=sizes["master"]) if (s.category, s.name) == ("param", plan.buckets[n].id) else s for s in r.states]
         for r in plan.roles

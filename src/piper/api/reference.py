@@ -68,7 +68,7 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
         torch.manual_seed(job.seed)
         trainer = _Trainer(job, replicas, microbatches, head)
         results = [trainer.step(step) for step in range(steps)]
-    trainer.updated.show()
+    trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
@@ -147,20 +147,15 @@ class _Trainer:
 
 
 class _Updated:
-    """Hold the parameters that the optimizer updates, and the sums of their gradients over microbatches.
-
-    Where the forward runs in their dtype they are the module's own; else the module has copies of them, which are
-    written after each update. Sums have a dtype of their own.
-    """
+    """Hold what the optimizer updates, and sums of gradients; the module has copies where it computes otherwise."""
 
     def __init__(self, model: nn.Module, precision: Any):
         compute, self._sums_in = (getattr(torch, d or precision.params) for d in (precision.compute, precision.reduce))
         self._model, self._sums = model, dict[str, Tensor]()
         self._masters: dict[str, nn.Parameter] = {}
         for name, p in model.named_parameters():
-            kept = [d for pattern, d in precision.keep.items() if fnmatchcase(name, pattern)]
-            dtype = getattr(torch, kept[0]) if kept else compute
-            if p.is_floating_point() and p.dtype != dtype:
+            kept = [getattr(torch, d) for pattern, d in precision.keep.items() if fnmatchcase(name, pattern)]
+            if p.is_floating_point() and p.dtype != (dtype := [*kept, compute][0]):
                 self._masters[name] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
                 p.data = p.detach().to(dtype)
 
@@ -169,43 +164,33 @@ class _Updated:
         return [(n, self._masters.get(n, p)) for n, p in self._model.named_parameters()]
 
     def add(self) -> None:
-        """Add the gradients of a microbatch to the sums."""
+        """Add the gradients of a microbatch to the sums; where the dtypes are equal, autograd does that."""
         for name, p in self._model.named_parameters():
             if p.grad is not None and p.grad.dtype != self._sums_in:
                 self._sums.setdefault(name, torch.zeros(p.shape, dtype=self._sums_in)).add_(p.grad)
-                p.grad = None  # where the dtypes are equal, autograd adds them up
+                p.grad = None
 
     def take_sums(self, scale: float) -> None:
         """Give the scaled sums to the parameters that are updated, as their gradients; begin new sums."""
         own = dict(self._model.named_parameters())
         for name, p in self.named():
-            total = self._sums.get(name, own[name].grad)
+            total, own[name].grad = self._sums.pop(name, own[name].grad), None
             if total is not None:
-                wide = torch.promote_types(total.dtype, p.dtype)
-                own[name].grad = None
-                p.grad = (total.to(wide) * scale).to(p.dtype)
-        self._sums.clear()
+                p.grad = (total.to(torch.promote_types(total.dtype, p.dtype)) * scale).to(p.dtype)
 
-    def write(self) -> None:
-        """Write the module's copies."""
+    def write(self, *, whole: bool = False) -> None:
+        """Write the module's copies, or in the end let it have what they are copies of (`whole`)."""
         for name, p in self._model.named_parameters():
             if name in self._masters:
-                p.data.copy_(self._masters[name].detach())
-                self._masters[name].grad = None
-
-    def show(self) -> None:
-        """Let the module have what is updated in place of copies."""
-        for name, p in self._model.named_parameters():
-            if name in self._masters:
-                p.grad, p.data = None, self._masters[name].detach()
+                master, p.grad = self._masters[name], None
+                p.data, master.grad = master.detach() if whole else master.detach().to(p.dtype), None
 
 
 def _cast_tensors(model: nn.Module, params: torch.dtype, compute: torch.dtype) -> None:
-    """Cast the floating-point parameters of a module in place, and in float64 its buffers and plain attributes, too.
+    """Cast the floating-point parameters of a module in place; under float64 its buffers and plain attributes, too.
 
-    Under any other dtype these stay as the model made them. Tensors that share memory and dtype share memory afterwards:
-    training one trains the other, as it does in the user's module. Complex tensors stay complex; `Module.to(dtype)` would
-    drop their imaginary parts.
+    Tensors that share memory and dtype share memory afterwards: training one trains the other, as it does in the user's
+    module. Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
     """
     casts: dict[tuple[int, torch.dtype, torch.dtype], Tensor] = {}
     values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]

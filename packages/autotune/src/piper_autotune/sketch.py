@@ -17,6 +17,7 @@ from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Bucket, Instr, Part, RolePlan
+from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
 from piper_simulator import CostModel, Device, device_memory, model_for
@@ -206,7 +207,7 @@ class Sketches:
         for (group, (dtype, compute, reduce)), members in groups.items():
             ids, numel = tuple(name for name, _ in members), sum(n for _, n in members)
             bucket = Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group, "", compute, reduce)
-            total += sum(bucket.flat_bytes.values()) + training.state_bytes(bucket)
+            total += sum(flat_bytes(bucket).values()) + training.state_bytes(bucket)
         return total
 
 

@@ -23,13 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
-from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
+from piper_ir.sizes import TensorSpec, bind
 
 PLAN_VERSION = 1
 COMPUTE = "compute"
@@ -41,13 +41,10 @@ DeviceType = Literal["", "cpu", "cuda"]
 Category = Literal["param", "master", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
 """The use of memory.
 
-States are param, master, grad (buckets), optim and buffer; a bucket has a master where its parameters are computed with
-in another dtype than they are updated in. Values are activation (outputs and saved tensors of F), gradient (of
-activations), batch and scalar. workspace is what a running instruction holds beyond its values.
+States are param, master, grad (buckets), optim and buffer. Values are activation (outputs and saved tensors of F),
+gradient (of activations), batch and scalar. workspace is what a running instruction holds beyond its values.
 """
-CATEGORIES: tuple[Category, ...] = (
-    *("param", "master", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"),
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +120,6 @@ class State:
 class Bucket:
     """Describe a flat gradient buffer, which is the same for every role that holds it.
 
-    Its holders have a state "param" in `compute_dtype`, which chunks read, and a state "grad" in `reduce_dtype`. Where
-    `compute_dtype` is not `dtype`, they have a state "master" too, which the optimizer updates and from which "param"
-    is written then.
-
     Attributes:
         params: the parameters whose gradients it holds, in order.
         offsets: where the gradients start, in elements; 256-byte aligned.
@@ -135,7 +128,8 @@ class Bucket:
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
         channel: the channel that reduces it; "" when one rank alone holds it.
-        compute: the dtype of its parameters in forward and backward; "" for `dtype`.
+        compute: the dtype of its parameters in forward and backward; "" for `dtype`. Where they differ, holders have a
+            state "master", which is updated, and from which "param" is written.
         reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
     """
 
@@ -165,14 +159,6 @@ class Bucket:
     def mastered(self) -> bool:
         """Return whether its holders have a master beside the parameters that chunks read."""
         return self.compute_dtype != self.dtype
-
-    @property
-    def flat_bytes(self) -> Mapping[Category, int]:
-        """Return the bytes of its states by category, without those of the optimizer."""
-        dtypes: dict[Category, str] = {"param": self.compute_dtype}
-        dtypes |= {"master": self.dtype} if self.mastered else {}
-        dtypes["grad"] = self.reduce_dtype
-        return {category: self.numel * ITEM_BYTES[dtype] for category, dtype in dtypes.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from piper_ir.ops import Collective, Comm, Recv, Send, SquaredNorm, Update
-from piper_ir.plan import Bucket, Part, Plan, RolePlan, State
-from piper_ir.sizes import bind
+from piper_ir.plan import Bucket, Category, Part, Plan, RolePlan, State
+from piper_ir.sizes import ITEM_BYTES, bind
 
 
 class PlanBytes:
@@ -60,4 +61,12 @@ class PlanBytes:
 
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket's gradients."""
-    return bucket.flat_bytes["grad"]
+    return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
+
+
+def flat_bytes(bucket: Bucket) -> Mapping[Category, int]:
+    """Return the bytes of a bucket's states by category, without those of the optimizer."""
+    dtypes: dict[Category, str] = {"param": bucket.compute_dtype}
+    dtypes |= {"master": bucket.dtype} if bucket.mastered else {}
+    dtypes["grad"] = bucket.reduce_dtype
+    return {category: bucket.numel * ITEM_BYTES[dtype] for category, dtype in dtypes.items()}

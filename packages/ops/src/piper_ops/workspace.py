@@ -98,13 +98,14 @@ def _cross_entropy(call: Call) -> Workspace:
 def _cross_entropy_dgrad(call: Call) -> Workspace:
     """Count per row its scale, whether it counts, and its index; beside these one slice.
 
-    In half precision that is a slice of probabilities in float32, else the negated scales of a slice.
+    In half precision that is a slice of probabilities in float32 and the number that is subtracted at the targets, else
+    the negated scales of a slice.
     """
     logits = call.tensor("logits")
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
     half = logits.element_size() < item
-    return _in_slices(logits, (item + 1 + 8) * tokens, item * (classes if half else 1))
+    return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
 
 
 def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:

@@ -9,6 +9,7 @@ from piper_compiler.request import CompileRequest, Training
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
+from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk
 from piper_ir.sizes import bind
 
@@ -67,7 +68,7 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
-        mine = [State(category, bucket.id, size, True) for category, size in bucket.flat_bytes.items()]
+        mine = [State(category, bucket.id, size, True) for category, size in flat_bytes(bucket).items()]
         if optim := training.state_bytes(bucket):
             mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:

@@ -14,6 +14,7 @@ from piper_ir.collectives import COLLECTIVES
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
 from piper_ir.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
+from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify.rules import Findings, part_name
@@ -313,7 +314,7 @@ class _States:
         for buffer in plan.buffers:
             self._sizes["buffer", buffer.name, False] = bind(buffer.spec.nbytes, 0)
         for bucket in plan.buckets:
-            for kind, size in bucket.flat_bytes.items():
+            for kind, size in flat_bytes(bucket).items():
                 self._sizes[kind, bucket.id, True] = size
 
     def needed(self, role: RolePlan) -> Iterable[_StateName]:
@@ -325,7 +326,7 @@ class _States:
                 names.append(("param", self._home.get(i.ref, i.ref), i.ref in self._home))
             elif i.kind == "buffer":
                 names.append(("buffer", i.ref, False))
-        names += [(kind, b.id, True) for b in self._plan.buckets if role.role in b.roles for kind in b.flat_bytes]
+        names += [(kind, b.id, True) for b in self._plan.buckets if role.role in b.roles for kind in flat_bytes(b)]
         return dict.fromkeys(names)
 
     def check(self, findings: Findings, role: RolePlan) -> None:

@@ -79,7 +79,7 @@ class Precision:
 
     @property
     def sums_in(self) -> torch.dtype | None:
-        """Return the dtype of gradient accumulators; None where it is that of every parameter in forward and backward."""
+        """Return the dtype of gradient accumulators; None where forward and backward have that of every parameter."""
         alike = {self.compute_dtype, *self.kept.values()} == {self.reduce_dtype}
         return None if alike else self.reduce_dtype
 
