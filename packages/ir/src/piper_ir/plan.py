@@ -123,8 +123,7 @@ class Bucket:
     Attributes:
         params: the parameters whose gradients it holds, in order.
         offsets: where the gradients start, in elements; 256-byte aligned.
-        numel: the number of elements.
-        dtype: the dtype in which the optimizer updates its parameters.
+        numel: the number of elements; `dtype` is the one in which the optimizer updates its parameters.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
         channel: the channel that reduces it; "" when one rank alone holds it.
