@@ -112,10 +112,16 @@ class Composition:
     overlap: bool = False
     seed: int = 0
     chunks: int = 0
+    zero: int = 0
+    resident_mb: float | str = 0
+    reduced_mb: float | str = 0
+    prefetch: int = 1
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
         shown += [x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual]
+        if self.zero:
+            shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
         return "-".join([self.model, *shown, *["overlap"] * self.overlap])
 
 
@@ -166,7 +172,8 @@ def expected(c: Composition, steps: int = parity.STEPS) -> parity.Reference:
 def strategy_of(c: Composition) -> Strategy:
     """The mesh and directives of a composition."""
     program = captured(c.model, c.precision).program
-    data_parallel = (replicate(where(), bucket_mb=c.bucket_mb),) if c.dp > 1 else ()
+    sharing = dict(zero=c.zero, resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch) if c.zero else {}
+    data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
     return Strategy(Mesh(pp=c.pp, dp=c.dp), (_pipeline(c, program), data_parallel))
 
 

@@ -141,14 +141,14 @@ def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.plan.replica_of(rank.rank) == 0:
         return run
-    return _undone(run, [flat for b in part.op.buckets for flat in (rank.store.flat_params[b], rank.store.flat_masters[b])])
+    return _undone(run, [flat for b in part.op.buckets for flat in (rank.store.flat_params[b], rank.store.own_masters[b])])
 
 
 def _stale_copies(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update):
         return run
-    return _undone(run, [t for b, t in rank.store.flat_params.items() if t is not rank.store.flat_masters[b]])
+    return _undone(run, [t for b, t in rank.store.own_params.items() if t is not rank.store.own_masters[b]])
 
 
 def _stale_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
@@ -156,12 +156,12 @@ def _stale_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update):
         return run
-    return _undone(run, [t for b, t in rank.store.flat_masters.items() if t is not rank.store.flat_params[b]])
+    return _undone(run, [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]])
 
 
 def _no_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     """What is updated has no more digits than bfloat16."""
-    run, masters = bind(part, rank), [t for b, t in rank.store.flat_masters.items() if t is not rank.store.flat_params[b]]
+    run, masters = bind(part, rank), [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]]
     return _rounded(run, masters) if isinstance(part.op, Update) else run
 
 
@@ -204,7 +204,7 @@ def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> 
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
         return run
-    flats = [rank.store.flat_masters[b] for b in part.op.buckets]
+    flats = [rank.store.own_masters[b] for b in part.op.buckets]
 
     def update() -> None:
         whole = [f[: f.numel() // VECTOR * VECTOR] for f in flats]

@@ -206,7 +206,7 @@ class Sketches:
             groups.setdefault((group, training.bucket_dtypes(p)), []).append((p.name, bind(p.spec.numel, 0)))
         for (group, (dtype, compute, reduce)), members in groups.items():
             ids, numel = tuple(name for name, _ in members), sum(n for _, n in members)
-            bucket = Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group, "", compute, reduce)
+            bucket = Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group, compute=compute, reduce=reduce)
             total += sum(flat_bytes(bucket).values()) + training.state_bytes(bucket)
         return total
 

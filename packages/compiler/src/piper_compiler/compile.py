@@ -20,6 +20,7 @@ from piper_compiler.passes.overlap import first_to_finish, interleavings, second
 from piper_compiler.passes.parts import PartMaker
 from piper_compiler.passes.positions import positions
 from piper_compiler.passes.release import releases
+from piper_compiler.passes.residency import residency
 from piper_compiler.passes.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.templates import Drafted
 from piper_compiler.request import CompileRequest, Options, Training
@@ -111,13 +112,14 @@ def drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options,
     """Put every role's instructions in program order, and time them in a run that frees nothing."""
     deps = dependencies(graph)
     spans = seconds_of_spans(graph, chunks, deps)
-    sequence = Scheduler(graph, deps, chunks, rows, seconds, spans).run()
-    nodes = columns(graph, deps, sequence)
-    work = tasks(graph, deps, nodes, options.fuse)
-    where = positions(graph, deps, nodes, work.number, options.recv_ahead)
-    order = draft(graph, deps, nodes, work, where)
-    maker = PartMaker(graph, chunks, rows, graph.microbatches * graph.replicas, seconds)
-    return Drafted(graph, deps, maker, order, spans)
+    scheduler = Scheduler(graph, deps, chunks, rows, seconds, spans)
+    placed = residency(graph, deps, scheduler.run(), scheduler.starts, scheduler.seconds)
+    nodes = columns(placed.graph, placed.deps, placed.sequence)
+    work = tasks(placed.graph, placed.deps, nodes, options.fuse)
+    where = positions(placed.graph, placed.deps, nodes, work.number, options.recv_ahead)
+    order = draft(placed.graph, placed.deps, nodes, work, where)
+    maker = PartMaker(placed.graph, chunks, rows, graph.microbatches * graph.replicas, seconds)
+    return Drafted(placed, maker, order, spans)
 
 
 def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:

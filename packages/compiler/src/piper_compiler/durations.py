@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import Collective, Compute, Op
-from piper_ir.plan_bytes import bucket_bytes
+from piper_ir.plan_bytes import state_message_bytes
 from piper_ir.program import Chunk, Cost, Step
 from piper_ir.sizes import bind
 
@@ -53,7 +53,7 @@ def collective_seconds(nbytes: int) -> float:
 def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int:
     """Return the bytes of a collective's message, its whole tensor, at this many rows per microbatch."""
     if op.bucket:
-        return bucket_bytes(graph.buckets[op.bucket])
+        return state_message_bytes(graph.buckets[op.bucket], op, graph.mesh)
     return bind(graph.values[(node.reads if op.law.reads == "whole" else node.writes)[0]].spec.nbytes, rows)
 
 

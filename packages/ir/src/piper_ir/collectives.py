@@ -40,7 +40,7 @@ class Law:
             other one.
         rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each
             member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for pairs.
-        buckets: whether it may work in place on the gradients of a bucket, instead of on values.
+        state: the state of a bucket on which it may work, instead of on values: its parameters or its gradients.
         spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
         undoes: the collective whose results it turns back into that one's inputs, among the same members.
     """
@@ -51,7 +51,7 @@ class Law:
     result: Combination
     route: Pattern = "ring"
     rounds: int = 1
-    buckets: bool = False
+    state: Literal["", "param", "grad"] = ""
     spoils: bool = False
     undoes: str = ""
 
@@ -89,9 +89,9 @@ class Law:
 
 
 COLLECTIVES: dict[str, Law] = {
-    "all_reduce": Law("AllReduce", "whole", "whole", "sum", rounds=2, buckets=True),
-    "all_gather": Law("AllGather", "part", "whole", "blocks", undoes="reduce_scatter"),
-    "reduce_scatter": Law("ReduceScatter", "whole", "part", "sum", spoils=True),
+    "all_reduce": Law("AllReduce", "whole", "whole", "sum", rounds=2, state="grad"),
+    "all_gather": Law("AllGather", "part", "whole", "blocks", state="param", undoes="reduce_scatter"),
+    "reduce_scatter": Law("ReduceScatter", "whole", "part", "sum", state="grad", spoils=True),
     "all_to_all": Law("AllToAll", "whole", "whole", "blocks", route="pairs", undoes="all_to_all"),
 }
 """The law of each kind of collective; costs and cluster files know a collective by its kind, too."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from piper_ir.ops import Op
-from piper_ir.plan import Category
+from piper_ir.plan import UNSHARDED, Category, Shards
 from piper_ir.sizes import TensorSpec
 
 Coord = int | str
@@ -159,12 +159,27 @@ class Replication:
         bucket_bytes: size of a bucket in bytes of gradient.
         stream: that of the reductions; "" means one of their own.
         applied: index in the log of the directive.
+        shard: the axes along which ranks share states.
+        gather: the stream of gathers; "" means one of their own.
+        resident_bytes: the most bytes of gathered parameters that a role keeps for later uses; None: all, for the step.
+        reduced_bytes: likewise of gradients that are not scattered yet.
+        prefetch: how many uses of gathered parameters ahead a gather is issued.
     """
 
     over: tuple[str, ...]
     bucket_bytes: int
     stream: str
     applied: int
+    shard: Shards = UNSHARDED
+    gather: str = ""
+    resident_bytes: int | None = 0
+    reduced_bytes: int | None = 0
+    prefetch: int = 1
+
+    @property
+    def together(self) -> tuple[object, ...]:
+        """Return what chunks that share a parameter must agree on."""
+        return self.over, self.bucket_bytes, self.stream, self.shard, self.gather
 
 
 @dataclass(frozen=True, slots=True)

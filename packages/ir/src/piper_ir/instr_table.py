@@ -81,7 +81,8 @@ class ValueTable:
 class PartTemplate:
     """Hold a part in any microbatch: `Part` with numbers of values in place of names.
 
-    The numbers are those of an instruction in microbatch 0. `ahead` is the part's microbatch relative to the
+    The numbers are those of an instruction in microbatch 0; that of a value of the whole step is the same in all
+    microbatches. `ahead` is the part's microbatch relative to the
     instruction's, for an instruction that joins several.
     """
 
@@ -92,6 +93,7 @@ class PartTemplate:
     writes: tuple[int, ...]
     frees: tuple[int, ...] = ()
     ahead: int = 0
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,7 @@ class InstrTable(Sequence[Instr]):
                     tuple([name(v + shift) for v in reads]) if reads else (),
                     tuple([name(v + shift) for v in writes]) if writes else (),
                     tuple([name(v + shift) for v in frees]) if frees else (),
+                    tuple([name(v + shift) for v in p.held]) if p.held else (),
                 )
             )
         return template.stream, tuple(parts), template.seconds
@@ -259,7 +262,7 @@ class InstrTable(Sequence[Instr]):
     def _room(self, template: InstrTemplate) -> int:
         """Return how many microbatches a template has values for."""
         count = self.values.count
-        values = [v % count for p in template.parts for v in (*p.reads, *p.writes, *p.frees)]
+        values = [v % count for p in template.parts for v in (*p.reads, *p.writes, *p.frees, *p.held)]
         return count - max([*values, *[p.ahead for p in template.parts]], default=0)
 
     def written(self) -> Iterator[int]:

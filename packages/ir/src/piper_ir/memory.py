@@ -193,7 +193,7 @@ class _Walk(Generic[V]):
             return out | {"workspace": use.beside} if use.beside else out
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
-            early = min(gone, self.size(v))
+            early = min(gone, self.size(v)) if v in use.part.reads else 0
             out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -66,6 +66,19 @@ class Mesh:
         for axis, size in self.sizes:
             rank, coords_by_axis[axis] = divmod(rank, size)
         return coords_by_axis
+
+    def degree(self, axes: Iterable[str]) -> int:
+        """Return how many ranks differ along some axes only: the product of the axes' sizes."""
+        return prod(self.size(axis) for axis in axes)
+
+    def index_along(self, axes: Iterable[str], rank: int) -> int:
+        """Return the position of a rank among those that differ from it along some axes only, from 0, in their order."""
+        chosen, coords, index, stride = set(axes), self.coords(rank), 0, 1
+        for axis, size in self.sizes:
+            if axis in chosen:
+                index += coords[axis] * stride
+                stride *= size
+        return index
 
     def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return all ranks, ascending, at which the axes of `fixed` have the given coordinates."""

@@ -54,10 +54,29 @@ class Zeros:
 
 @dataclass(frozen=True, slots=True)
 class SquaredNorm:
-    """Write the squared 2-norm of the gradients in these buckets, computed in fp32 or wider: a scalar."""
+    """Write the squared 2-norm of the gradients that a rank has of these buckets, in fp32 or wider: a scalar.
+
+    Ranks that differ along the axes `over` have the buckets `once` alike; the first of them counts these.
+    """
 
     buckets: tuple[str, ...]
     dtype: str
+    once: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Write a buffer of zeros for all gradients of a bucket."""
+
+    bucket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Add the one read, a rank's part of a bucket's gradients, to what the rank keeps of them."""
+
+    bucket: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +97,10 @@ class Recv:
 class Collective:
     """Meet the same op of every member of the channel, and do what COLLECTIVES says of the kind.
 
-    It works with its read and its write or, where a bucket is named, in place with the gradients of that bucket.
+    It works with its read and its write or, where a bucket is named, with the state of that bucket that its law names.
+    Of these, a gather gives this rank's part of the parameters, and gets all of them: into its write, or in place. A
+    reduce-scatter leaves the sum in this rank's part of the gradients. An all-reduce sums the part of the gradients
+    that this rank's optimizer sees.
     """
 
     kind: str
@@ -107,7 +129,7 @@ class Update:
     workspace: int = 0
 
 
-Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Send | Recv | Collective | Update
+Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Fresh | Fold | Send | Recv | Collective | Update
 Comm = Send | Recv | Collective
 COMM = (Send, Recv, Collective)
 

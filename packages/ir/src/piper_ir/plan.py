@@ -22,14 +22,13 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Literal, get_args
 
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
-from piper_ir.sizes import TensorSpec, bind
+from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 
 PLAN_VERSION = 1
 COMPUTE = "compute"
@@ -38,11 +37,15 @@ COMPUTE = "compute"
 DeviceType = Literal["", "cpu", "cuda"]
 """The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
 
-Category = Literal["param", "master", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
+Category = Literal[
+    "param", "master", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
+]  # fmt: skip
 """The use of memory.
 
-States are param, master, grad (buckets), optim and buffer. Values are activation (outputs and saved tensors of F),
-gradient (of activations), batch and scalar. workspace is what a running instruction holds beyond its values.
+States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a rank
+keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and
+saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds beyond
+its values.
 """
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -117,8 +120,37 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """Name the mesh axes along which ranks share a bucket's states: each keeps an equal part, in the order of ranks.
+
+    Axes of the parameters are among those of the gradients, these among those of the optimizer's states, and all among
+    those along which the bucket is replicated. None means that each rank keeps all of a state.
+    """
+
+    params: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    optim: tuple[str, ...] = ()
+
+    def of(self, category: Category) -> tuple[str, ...]:
+        """Return the axes along which a state of a category is shared."""
+        match category:
+            case "param":
+                return self.params
+            case "grad":
+                return self.grads
+            case "optim" | "master":
+                return self.optim
+            case _:
+                raise ValueError(f"a bucket has no state {category}")
+
+
+UNSHARDED = Shards()
+"""The shards of a bucket of which each rank keeps all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Describe a flat gradient buffer, which is the same for every role that holds it.
+    """Describe a flat buffer for parameters and their gradients, which is the same for every role that holds it.
 
     Attributes:
         params: the parameters whose gradients it holds, in order.
@@ -126,7 +158,10 @@ class Bucket:
         numel: the number of elements; `dtype` is the one in which the optimizer updates its parameters.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
-        channel: the channel that reduces it; "" when one rank alone holds it.
+        channel: the channel that all-reduces it, or what a rank keeps of it; "" when no other rank has the same.
+        shard: the axes along which ranks share its states.
+        gather: the channel on each of `roles` that gathers its parameters; empty when the optimizer's states are whole.
+        scatter: likewise the channel that reduces its gradients and scatters them.
         compute: the dtype of its parameters in forward and backward; "" for `dtype`. Where they differ, holders have a
             state "master", which is updated, and from which "param" is written.
         reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
@@ -141,6 +176,9 @@ class Bucket:
     over: tuple[str, ...] = ()
     group: int = 0
     channel: str = ""
+    shard: Shards = UNSHARDED
+    gather: tuple[str, ...] = ()
+    scatter: tuple[str, ...] = ()
     compute: str = ""
     reduce: str = ""
 
@@ -158,6 +196,21 @@ class Bucket:
     def mastered(self) -> bool:
         """Return whether its holders have a master beside the parameters that chunks read."""
         return self.compute_dtype != self.dtype
+
+    def dtype_of(self, category: Category) -> str:
+        """Return the dtype of a state of a category, or of a value that stands for one."""
+        match category:
+            case "param" | "gathered":
+                return self.compute_dtype
+            case "grad" | "reduced":
+                return self.reduce_dtype
+            case _:
+                return self.dtype
+
+    @property
+    def narrowest(self) -> int:
+        """Return the fewest bytes of an element in any of its dtypes."""
+        return min(ITEM_BYTES[dtype] for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +233,7 @@ class Channel:
     roles: tuple[str, ...]
     streams: tuple[str, ...]
     over: tuple[str, ...] = ()
-    purpose: Literal["activation", "gradient", "reduce", "weight", "norm"] = "activation"
+    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm"] = "activation"
     sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:
@@ -196,6 +249,8 @@ class Part:
         node: the id of the graph's node that it comes from.
         mb: the microbatch, -1 for ops of the whole step.
         frees: the values that die when it is done.
+        held: the values of sharded buckets that a step uses in place of states: gathered parameters, which it reads,
+            and buffers of gradients, to which it adds.
     """
 
     node: str
@@ -204,6 +259,7 @@ class Part:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +393,7 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Return the data-parallel width: the product of the sizes of the axes in `replicated`."""
-        return prod(self.mesh.size(axis) for axis in self.replicated)
+        return self.mesh.degree(self.replicated)
 
     @property
     def global_batch(self) -> int:
@@ -366,12 +422,7 @@ class Plan:
 
         Its rows of the global batch of G rows are [i*G/D, (i+1)*G/D).
         """
-        coords, index, stride = self.mesh.coords(rank), 0, 1
-        for axis in self.mesh.axes:
-            if axis in self.replicated:
-                index += coords[axis] * stride
-                stride *= self.mesh.size(axis)
-        return index
+        return self.mesh.index_along(self.replicated, rank)
 
     def peers(self, channel: Channel, rank: int) -> tuple[int, ...]:
         """Return the ranks of `rank`'s instance of a channel, ascending; (source, destination) for p2p."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import assert_never
 
-from piper_ir.ops import Collective, Comm, Recv, Send, SquaredNorm, Update
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Collective, Comm, Fold, Fresh, Recv, Send, SquaredNorm, Update
 from piper_ir.plan import Bucket, Category, Part, Plan, RolePlan, State
 from piper_ir.sizes import ITEM_BYTES, bind
 
@@ -22,7 +22,11 @@ class PlanBytes:
         nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
         match part.op:
             case SquaredNorm(buckets=buckets):
-                return nbytes + sum(bucket_bytes(self._plan.bucket(b)) for b in buckets)
+                return nbytes + sum(self._kept(b) for b in buckets)
+            case Fresh():
+                return nbytes
+            case Fold():  # reads its value and the kept gradients, and writes these
+                return 3 * nbytes
             case Update(buckets=buckets):
                 return nbytes + sum(self._updated(s) for s in role.states if s.flat and s.name in buckets)
             case _:
@@ -36,11 +40,16 @@ class PlanBytes:
         copied = state.category == "param" and self._plan.bucket(state.name).mastered
         return state.nbytes * (1 if copied else 2)
 
+    def _kept(self, bucket: str) -> int:
+        """Return the bytes of the gradients of a bucket that the optimizer of a rank sees."""
+        kept = self._plan.bucket(bucket)
+        return bucket_bytes(kept) // self._plan.mesh.degree(kept.shard.optim)
+
     def message_bytes(self, op: Comm, part: Part) -> int:
         """Return the bytes of a communication's message: of the sent value, or of the whole tensor of a collective."""
         match op:
             case Collective(bucket=bucket) if bucket:
-                return bucket_bytes(self._plan.bucket(bucket))
+                return state_message_bytes(self._plan.bucket(bucket), op, self._plan.mesh)
             case Send():
                 message = part.reads
             case Recv():
@@ -64,9 +73,18 @@ def bucket_bytes(bucket: Bucket) -> int:
     return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
 
 
-def flat_bytes(bucket: Bucket) -> Mapping[Category, int]:
-    """Return the bytes of a bucket's states by category, without those of the optimizer."""
-    dtypes: dict[Category, str] = {"param": bucket.compute_dtype}
-    dtypes |= {"master": bucket.dtype} if bucket.mastered else {}
-    dtypes["grad"] = bucket.reduce_dtype
-    return {category: bucket.numel * ITEM_BYTES[dtype] for category, dtype in dtypes.items()}
+def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[Category, int]:
+    """Return the bytes of a bucket's states by category, without those of the optimizer.
+
+    With a mesh they are those of one rank, which may share them with others.
+    """
+    kinds: tuple[Category, ...] = ("param", "master", "grad") if bucket.mastered else ("param", "grad")
+    parts = {kind: mesh.degree(bucket.shard.of(kind)) if mesh else 1 for kind in kinds}
+    return {kind: bucket.numel * ITEM_BYTES[bucket.dtype_of(kind)] // parts[kind] for kind in kinds}
+
+
+def state_message_bytes(bucket: Bucket, op: Collective, mesh: Mesh) -> int:
+    """Return the bytes of the whole tensor of a collective on a bucket's state."""
+    kept = mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1  # it is among those that keep the same part
+    item = ITEM_BYTES[bucket.compute_dtype if op.law.state == "param" else bucket.reduce_dtype]
+    return bucket.numel * item // kept

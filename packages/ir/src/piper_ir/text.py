@@ -27,7 +27,7 @@ from typing import Any, assert_never, get_args
 from piper_ir.codec import decode, encode, unique_keys
 from piper_ir.collectives import COLLECTIVES, kind_named
 from piper_ir.errors import FormatError, PiperError
-from piper_ir.ops import Add, Collective, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
+from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
 from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import Dim, TensorSpec
@@ -43,8 +43,8 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "bucket": ("buckets", Bucket),
 }
 _STEPS = ("F", "B", "I", "W")
-_CLAUSES = ("node", "reads", "writes", "frees", "waits", "allocs", "takes")
-_FLAGS = ("weighted", "clip", "holds")
+_CLAUSES = ("node", "reads", "writes", "holding", "frees", "waits", "allocs", "takes")
+_FLAGS = ("weighted", "clip", "holds", "once", "over")
 _RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
 _BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
@@ -86,7 +86,8 @@ def _part(part: Part) -> str:
         words.append(f"@{part.mb}")
     if part.node != _usual_node(part.op, part.mb):
         words += _clause("node", (part.node,))
-    words += [*_clause("reads", part.reads), *_clause("writes", part.writes), *_clause("frees", part.frees)]
+    words += [*_clause("reads", part.reads), *_clause("writes", part.writes)]
+    words += [*_clause("holding", part.held), *_clause("frees", part.frees)]
     return " ".join(words)
 
 
@@ -107,8 +108,10 @@ def _op(op: Op) -> list[str]:
             return [name]
         case Zeros(dtype=dtype):
             return [name, _word(dtype)]
-        case SquaredNorm(buckets=buckets, dtype=dtype):
-            return [name, _word(dtype), *map(_word, buckets)]
+        case SquaredNorm(buckets=buckets, dtype=dtype, once=once, over=over):
+            return [name, _word(dtype), *map(_word, buckets), *_clause("once", once), *_clause("over", over)]
+        case Fresh(bucket=bucket) | Fold(bucket=bucket):
+            return [name, _word(bucket)]
         case Send(channel=channel) | Recv(channel=channel):
             return [name, _word(channel)]
         case Collective(channel=channel, bucket=bucket):
@@ -309,11 +312,12 @@ def _parse_instruction(words: _Words) -> Instr:
 def _parse_part(words: _Words) -> Part:
     op = _parse_op(words)
     mb = words.microbatch()
-    clauses = _clauses(words, ("node", "reads", "writes", "frees"))
+    clauses = _clauses(words, ("node", "reads", "writes", "holding", "frees"))
     node = clauses.pop("node", (_usual_node(op, mb),))
+    held = clauses.pop("holding", ())
     if len(node) != 1:
         raise FormatError(f"one name is expected after node, found {len(node)}")
-    return Part(node[0], op, mb, **clauses)
+    return Part(node[0], op, mb, held=held, **clauses)
 
 
 def _clauses(words: _Words, options: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -344,8 +348,13 @@ def _parse_op(words: _Words) -> Op:
         case "Zeros":
             return Zeros(words.next("a dtype"))
         case "SquaredNorm":
-            dtype = words.next("a dtype")
-            return SquaredNorm(words.names(), dtype)
+            dtype, buckets = words.next("a dtype"), words.names()
+            once = words.names() if words.accept("once") else ()
+            return SquaredNorm(buckets, dtype, once, words.names() if words.accept("over") else ())
+        case "Fresh":
+            return Fresh(words.next("a bucket"))
+        case "Fold":
+            return Fold(words.next("a bucket"))
         case "Send":
             return Send(words.next("a channel"))
         case "Recv":

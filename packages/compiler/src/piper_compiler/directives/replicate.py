@@ -8,22 +8,31 @@ Legality
  2. Whole chunks are selected: parameters belong to a chunk, not to a phase or microbatch.
  3. No selected chunk is replicated already.
  4. The axes are not axes on which the nodes are placed.
- 5. bucket_mb is a positive number, and zero is a level that exists (0).
- 6. The stream for reductions is not the compute stream.
+ 5. bucket_mb is a positive number, and zero is a level that exists (0 to 3).
+ 6. The streams for reductions and gathers are not the compute stream.
+ 7. `shard` names states (params, grads, optim) and axes of `over`: those of params are all of those of grads or none,
+    and those of grads all of those of optim or none.
+ 8. resident_mb and reduced_mb are numbers from 0, or "step"; prefetch is an integer from 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph, Node, Replication
 from piper_ir.mesh import AXES
-from piper_ir.plan import COMPUTE
+from piper_ir.plan import COMPUTE, Shards
 from piper_ir.select import Where
 
+STATES = ("params", "grads", "optim")
+"""The states that ranks may share, each only where they share the next."""
+STEP = "step"
+"""The limit of what is kept until the step ends."""
 MOST_BUCKET_MB = 2**40
 """The largest bucket in MiB that is accepted; no model is larger."""
 
@@ -36,11 +45,22 @@ class Replicate:
     Gradients are summed in flat buckets, with one reduction per bucket and step, which starts when the bucket's last
     gradient is ready.
 
+    The ranks along `over` need not keep the same thing each (ZeRO; Rajbhandari et al., 2020). Where they share a state,
+    each keeps an equal part of every bucket: of the optimizer's states, of the gradients too, or of all three.
+    Parameters of which a rank keeps a part are gathered before they are used, and dropped afterwards.
+
     Attributes:
         over: mesh axes.
-        zero: 0 keeps gradients and optimizer state whole.
+        zero: 0 keeps everything whole; 1 shares the optimizer's states along `over`, 2 the gradients too, 3 the
+            parameters too.
         bucket_mb: MiB of a bucket, in the gradients' dtype.
         reduce: name of the reductions' stream (default: one for all reductions of the role).
+        shard: the axes along which states are shared, by state ("params", "grads", "optim"), in place of `zero`.
+        resident_mb: MiB of gathered parameters that a rank may keep for later uses, beside those in use; "step" keeps
+            all of them until the step ends.
+        reduced_mb: the same of gradients that are not scattered yet.
+        prefetch: how many uses ahead of its own the gather of a bucket is issued.
+        gather: name of the gathers' stream (default: one for all gathers of the role).
         site: where the user wrote it.
     """
 
@@ -49,20 +69,54 @@ class Replicate:
     zero: int = 0
     bucket_mb: float = 25
     reduce: str = ""
+    shard: Mapping[str, tuple[str, ...]] | None = None
+    resident_mb: float | str = 0
+    reduced_mb: float | str = 0
+    prefetch: int = 1
+    gather: str = ""
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
         unknown = [a for a in self.over if a not in AXES]
         if not self.over or unknown:
             raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
-        if self.zero != 0:
-            raise fail(self, 5, f"zero={self.zero} is not available yet; use zero=0")
+        if type(self.zero) is not int or not 0 <= self.zero <= len(STATES):
+            raise fail(self, 5, f"zero={self.zero!r}; 0, 1, 2 or 3 is accepted")
         if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:
             raise fail(self, 5, f"bucket_mb must be positive and finite; it is {self.bucket_mb!r}")
-        if self.reduce == COMPUTE:
+        if COMPUTE in (self.reduce, self.gather):
             raise fail(self, 6, f"the stream {COMPUTE!r} is for compute; choose another name")
+        self._check_shard()
+        for name in ("resident_mb", "reduced_mb"):
+            value = getattr(self, name)
+            if value != STEP and not (type(value) in (int, float) and 0 <= value < inf):
+                raise fail(self, 8, f'{name}={value!r}; a number of MiB from 0 or "{STEP}" is accepted')
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise fail(self, 8, f"prefetch={self.prefetch!r}; an integer from 0 is accepted")
         nodes = compute_nodes(self, graph, self.selection)
         self._check_nodes(graph, nodes)
+
+    def _check_shard(self) -> None:
+        if self.shard is None:
+            return
+        if self.zero:
+            raise fail(self, 7, f"zero={self.zero} and shard={dict(self.shard)} say the same; leave one of them out")
+        axes = {state: tuple(self.shard.get(state, ())) for state in STATES}
+        wrong = [s for s in self.shard if s not in STATES] + [a for own in axes.values() for a in own if a not in self.over]
+        if wrong:
+            accepted = f"{', '.join(STATES)} with axes of {', '.join(self.over)}"
+            raise fail(self, 7, f"shard={dict(self.shard)} names {', '.join(map(str, wrong))}; accepted are {accepted}")
+        for inner, outer in pairwise(reversed(STATES)):
+            if axes[outer] and set(axes[outer]) != set(axes[inner]):
+                text = f"{outer} are shared along {axes[outer]} and {inner} along {axes[inner]}"
+                raise fail(self, 7, f"{text}; the axes must be the same, or none for {outer}")
+
+    @property
+    def shards(self) -> Shards:
+        """Return the axes along which ranks share each state."""
+        if self.shard is not None:
+            return Shards(*[tuple(self.shard.get(state, ())) for state in STATES])
+        return Shards(*[self.over if self.zero >= len(STATES) - k else () for k in range(len(STATES))])
 
     def _check_nodes(self, graph: Graph, nodes: list[Node]) -> None:
         counts: dict[str, int] = {}
@@ -84,12 +138,28 @@ class Replicate:
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
-        return None if self.zero else Decided(self)
+        return None if self.shards.optim else Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        over = tuple(a for a in graph.mesh.axes if a in self.over)
-        record = Replication(over, int(min(self.bucket_mb, MOST_BUCKET_MB) * 2**20), self.reduce, edit.applied)
+        axes, shards = graph.mesh.axes, self.shards
+        over, *shared = [tuple(a for a in axes if a in own) for own in (self.over, shards.params, shards.grads, shards.optim)]
+        resident, reduced = (None if mb == STEP else _bytes(mb) for mb in (self.resident_mb, self.reduced_mb))
+        record = Replication(
+            over,
+            _bytes(self.bucket_mb),
+            self.reduce,
+            edit.applied,
+            Shards(*shared),
+            self.gather,
+            resident,
+            reduced,
+            self.prefetch,
+        )
         for node in graph.pick(self.selection):
             edit.replication[str(node.coords["chunk"])] = record
         return edit.done()
+
+
+def _bytes(mb: float | str) -> int:
+    return int(min(float(mb), MOST_BUCKET_MB) * 2**20)

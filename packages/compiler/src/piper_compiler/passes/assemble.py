@@ -68,8 +68,8 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
-        mine = [State(category, bucket.id, size, True) for category, size in flat_bytes(bucket).items()]
-        if optim := training.state_bytes(bucket):
+        mine = [State(kind, bucket.id, size, True) for kind, size in flat_bytes(bucket, graph.mesh).items()]
+        if optim := training.state_bytes(replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))):
             mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:
             out[role].update({s.id: s for s in mine})

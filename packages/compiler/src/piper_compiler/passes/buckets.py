@@ -5,12 +5,13 @@ The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from piper_compiler.ports import trains
 from piper_compiler.request import Training
 from piper_ir.errors import CompileError
-from piper_ir.graph import Editor, Replication
+from piper_ir.graph import Coord, Editor, Replication
 from piper_ir.graph_parts import compute_id
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Param, Program
@@ -22,7 +23,30 @@ ALIGN_BYTES = 256
 torch's allocator gives the same.
 """
 
-_BucketKey = tuple[tuple[str, ...], tuple[str, ...], tuple[str, str, str], int, int, str]
+_Purpose = Literal["reduce", "gather", "scatter"]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Say what the parameters of one bucket have in common.
+
+    Attributes:
+        dtypes: the dtypes of the update, of forward and backward, and of gradients; "" where it is the first.
+        unit: the stage whose gradients complete them, where a bucket must not join stages: its gathered parameters or
+            gradients would be held for both.
+    """
+
+    roles: tuple[str, ...]
+    dtypes: tuple[str, str, str]
+    group: int
+    limit: int
+    policy: Replication
+    unit: Coord | None
+
+    @property
+    def step(self) -> int:
+        """Return the elements that are aligned in the narrowest of its dtypes."""
+        return ALIGN_BYTES // min(ITEM_BYTES[dtype] for dtype in self.dtypes if dtype)
 
 
 def make_buckets(edit: Editor, training: Training) -> None:
@@ -32,16 +56,16 @@ def make_buckets(edit: Editor, training: Training) -> None:
     exceed its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
     """
     held = holders(edit, edit.graph.program)
-    open_: dict[_BucketKey, list[Param]] = {}
-    filled: dict[_BucketKey, int] = {}
-    made: list[tuple[_BucketKey, list[Param]]] = []
-    for param, policy in _by_completion(edit):
+    open_: dict[_Kind, list[Param]] = {}
+    filled: dict[_Kind, int] = {}
+    made: list[tuple[_Kind, list[Param]]] = []
+    for param, policy, stage in _by_completion(edit):
         roles = held[param.name]
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over)
         limit = policy.bucket_bytes if reduced else 2**62
         dtypes = training.bucket_dtypes(param)
-        key = (roles, policy.over, dtypes, group, limit, policy.stream)
+        key = _Kind(roles, dtypes, group, limit, _shared(policy), stage if policy.shard.grads else None)
         members = open_.get(key)
         item = ITEM_BYTES[dtypes[2] or dtypes[0]]
         if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
@@ -49,52 +73,72 @@ def make_buckets(edit: Editor, training: Training) -> None:
             filled[key] = 0
             made.append((key, members))
         members.append(param)
-        filled[key] += _aligned(param, dtypes) * item
+        filled[key] += _aligned(param, key) * item
     for number, (key, members) in enumerate(made):
         _add(edit, f"bucket{number}", key, members)
 
 
-def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
-    """Return the trained parameters with their policy, in the order in which their gradients become complete.
+def _shared(policy: Replication) -> Replication:
+    """Return a policy without the facts in which the parameters of a bucket may differ."""
+    return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
+
+
+def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]]:
+    """Return the trained parameters with policy and stage, in the order in which their gradients become complete.
 
     Backward runs against the program, so a gradient is complete with the first chunk that uses its parameter.
     """
     none = Replication((), 25 * 2**20, "", -1)
     by_name = {p.name: p for p in edit.graph.program.params}
-    out: dict[str, Replication] = {}
+    out: dict[str, tuple[Replication, Coord | None]] = {}
     for chunk in reversed(edit.graph.program.chunks):
         policy = edit.replication.get(chunk.id, none)
-        for name in reversed(trains(chunk)):
-            other = out.pop(name, policy)
-            if (other.over, other.bucket_bytes, other.stream) != (policy.over, policy.bucket_bytes, policy.stream):
+        names = trains(chunk)
+        stage = edit.families[compute_id(chunk.id, "F")][0].coords.get("stage") if names else None
+        for name in reversed(names):
+            other, _ = out.pop(name, (policy, stage))
+            if other.together != policy.together:
                 raise CompileError(
                     f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them together"
                 )
-            out[name] = policy
-    return [(by_name[name], policy) for name, policy in out.items()]
+            out[name] = policy, stage
+    return [(by_name[name], policy, stage) for name, (policy, stage) in out.items()]
 
 
-def _aligned(param: Param, dtypes: Iterable[str]) -> int:
-    """Return the elements that a parameter takes in a bucket, aligned in the narrowest of its dtypes."""
-    step = ALIGN_BYTES // min(ITEM_BYTES[dtype] for dtype in dtypes if dtype)
-    return -(-bind(param.spec.numel, 0) // step) * step
+def _aligned(param: Param, kind: _Kind) -> int:
+    """Return the elements that a parameter takes in a bucket."""
+    return -(-bind(param.spec.numel, 0) // kind.step) * kind.step
 
 
-def _add(edit: Editor, id: str, key: _BucketKey, members: list[Param]) -> None:
-    roles, over, dtypes, group, _, stream = key
-    dtype, compute, reduce = dtypes
+def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     offsets, numel = [], 0
     for param in members:
         offsets.append(numel)
-        numel += _aligned(param, dtypes)
-    channel = ""
-    if len(roles) > 1 or over:
-        name = "+".join(roles) + ("/" + "+".join(over) if over else "")
-        used = stream or "reduce"
-        channel = f"reduce.{name}.{used}"
-        edit.channels.setdefault(channel, Channel(channel, "group", roles, (used,) * len(roles), over, "reduce"))
-    names = tuple(p.name for p in members)
-    edit.buckets[id] = Bucket(id, names, tuple(offsets), numel, dtype, roles, over, group, channel, compute, reduce)
+        numel += _aligned(param, kind)
+    policy, roles = kind.policy, kind.roles
+    shard = policy.shard
+    if shard.optim:
+        whole = kind.step * edit.graph.mesh.degree(shard.optim)
+        numel = -(-numel // whole) * whole
+    over = tuple(a for a in policy.over if a not in shard.optim)
+    used = policy.stream or "reduce"
+    channel = _channel(edit, roles, over, used, "reduce") if len(roles) > 1 or over else ""
+    sharers = roles if shard.optim else ()
+    gather = tuple([_channel(edit, (role,), shard.optim, policy.gather or "gather", "gather") for role in sharers])
+    scatter = tuple([_channel(edit, (role,), shard.optim, policy.stream or "scatter", "scatter") for role in sharers])
+    dtype, compute, reduce = kind.dtypes
+    edit.buckets[id] = Bucket(
+        id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, policy.over, kind.group, channel,
+        shard, gather, scatter, compute, reduce,
+    )  # fmt: skip
+
+
+def _channel(edit: Editor, roles: tuple[str, ...], over: tuple[str, ...], stream: str, purpose: _Purpose) -> str:
+    """Return the channel of a kind of collective, made on first use; those of one stream share one communicator."""
+    name = "+".join(roles) + ("/" + "+".join(over) if over else "")
+    id = f"reduce.{name}.{stream}"
+    edit.channels.setdefault(id, Channel(id, "group", roles, (stream,) * len(roles), over, purpose))
+    return id
 
 
 def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:

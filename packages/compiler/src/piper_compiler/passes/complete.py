@@ -14,8 +14,8 @@ from piper_compiler.request import Training
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.graph_parts import compute_id, on_role
-from piper_ir.ops import COMM, Add, Collective, Compute, SquaredNorm, Update, Zeros
-from piper_ir.plan import Channel
+from piper_ir.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
+from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
 from piper_ir.sizes import ITEM_BYTES, TensorSpec
 
@@ -33,6 +33,7 @@ def complete(graph: Graph, training: Training) -> Graph:
     _check_orders(graph)
     edit = graph.edit()
     make_buckets(edit, training)
+    _share(edit)
     _reduce(edit)
     total = _loss_weight(edit) if graph.program.loss_kind == "sum" else {}
     norm = _gradient_norm(edit) if training.clip is not None else {}
@@ -48,7 +49,8 @@ def complete(graph: Graph, training: Training) -> Graph:
 def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> int:
     """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
     buckets = [edit.buckets[id] for id in held]
-    cast = sum(b.numel * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
+    degree = edit.graph.mesh.degree
+    cast = sum(b.numel // degree(b.shard.optim) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
     return cast + (training.update_bytes if held else 0)
 
 
@@ -163,16 +165,37 @@ def _order_buffers(edit: Editor) -> None:
             edit.order(before, after)
 
 
-def _reduce(edit: Editor) -> None:
-    """Add one all-reduce per bucket and holder, for buckets that several ranks hold."""
+def _share(edit: Editor) -> None:
+    """Add what brings together states that ranks share.
+
+    Parameters that are whole are gathered once, at the start of a step: in the order of their first use, which runs
+    against the order of buckets. Whole gradients are scattered once they are complete. Where gradients are shared, what
+    remains to be folded in when all are complete is a node too; `residency` adds the others.
+    """
+    for bucket in reversed(list(edit.buckets.values())):
+        if bucket.shard.optim and not bucket.shard.params:
+            for role, channel in zip(bucket.roles, bucket.gather, strict=True):
+                _on_bucket(edit, "gather", "all_gather", bucket, role, channel, "F")
     for bucket in list(edit.buckets.values()):
-        if not bucket.channel:
-            continue
-        for role in bucket.roles:
-            stream = edit.channels[bucket.channel].stream_on(role)
-            coords: dict[str, int | str] = {"phase": "B", "op": "allreduce", "bucket": bucket.id}
-            op = Collective("all_reduce", bucket.channel, bucket.id)
-            edit.add(Node(f"reduce.{bucket.id}#{role}", op, coords, (), (), role, stream))
+        for role, channel in zip(bucket.roles, bucket.scatter, strict=bool(bucket.scatter)):
+            if bucket.shard.grads:
+                fold: dict[str, int | str] = {"phase": "U", "op": "fold", "bucket": bucket.id}
+                edit.add(Node(f"fold.{bucket.id}#{role}", Fold(bucket.id), fold, (), (), role))
+            else:
+                _on_bucket(edit, "scatter", "reduce_scatter", bucket, role, channel, "B")
+
+
+def _on_bucket(edit: Editor, name: str, kind: str, bucket: Bucket, role: str, channel: str, phase: str) -> None:
+    coords: dict[str, int | str] = {"phase": phase, "op": kind.replace("_", ""), "bucket": bucket.id}
+    stream = edit.channels[channel].stream_on(role)
+    edit.add(Node(f"{name}.{bucket.id}#{role}", Collective(kind, channel, bucket.id), coords, (), (), role, stream))
+
+
+def _reduce(edit: Editor) -> None:
+    """Add one all-reduce per bucket and holder, for buckets of which several ranks keep the same."""
+    for bucket in list(edit.buckets.values()):
+        for role in bucket.roles if bucket.channel else ():
+            _on_bucket(edit, "reduce", "all_reduce", bucket, role, bucket.channel, "B")
 
 
 def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:
@@ -235,10 +258,11 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
     """Return by role the value with the squared norm of the whole gradient.
 
     A bucket counts once, on the first role that holds it. Replicas hold equal gradients after their reductions, so the
-    sum is over roles at each data-parallel coordinate.
+    sum is over roles at each data-parallel coordinate, and over the ranks that share buckets.
     """
     wide = any(b.reduce_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
+    over = next((b.shard.optim for b in edit.buckets.values() if b.shard.optim), ())
     local = {}
     for role in edit.roles:
         owned = tuple(b.id for b in edit.buckets.values() if b.roles[0] == role)
@@ -246,6 +270,7 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
             local[role] = _zeros(edit, "norm", role, spec)
             continue
         local[role] = edit.value(f"norm#{role}", spec, "scalar")
-        op = SquaredNorm(owned, spec.dtype)
+        once = tuple([b for b in owned if over and not edit.buckets[b].shard.optim])
+        op = SquaredNorm(owned, spec.dtype, once, over if once else ())
         edit.add(Node(f"norm#{role}", op, {"phase": "U", "op": "squarednorm"}, (), (local[role],), role))
-    return _sum_over_roles(edit, "norm", local, (), spec)
+    return _sum_over_roles(edit, "norm", local, over, spec)

@@ -6,7 +6,7 @@ between nodes are found once for all microbatches, as columns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import TypeVar
@@ -18,7 +18,7 @@ from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import At, Graph, Node
 from piper_ir.graph_parts import common, compute_id, send_id
-from piper_ir.ops import COMM, Collective, Compute, Recv, Send, SquaredNorm, Update
+from piper_ir.ops import COMM, Collective, Compute, Fold, Recv, Send, SquaredNorm, Update
 from piper_ir.program import Program
 
 Fact = TypeVar("Fact")
@@ -140,7 +140,8 @@ class _Edges:
         self.family: dict[str, list[int]] = {}
         for k, node in enumerate(self.nodes):
             self.family.setdefault(node.id, []).append(k)
-        self.accumulators = _accumulators(graph, self.nodes)
+        self.bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
+        self.accumulators = _accumulators(graph, self.nodes, self.bucket_of)
         self.states = _StateEdges(self.nodes, self.accumulators)
         self.links = [self._links(node) for node in self.nodes]
 
@@ -167,7 +168,7 @@ class _Edges:
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
         """Return the sources and the targets of all edges, by target, given the order edges by number."""
-        pairs = [(j, k) for k, node in enumerate(self.nodes) for j in dict.fromkeys([*self.links[k], *self._states(node)])]
+        pairs = [(j, k) for k, node in enumerate(self.nodes) for j in dict.fromkeys([*self.links[k], *self._states(k, node)])]
         alike: dict[int, list[int]] = {}  # by how many microbatches: pairs of nodes that have the same, by place
         found: list[tuple[Ints, Ints, Ints]] = []  # sources, targets, and the place of their pair
         for n, (j, k) in enumerate(pairs):
@@ -205,55 +206,61 @@ class _Edges:
         """Return the nodes of an id that share a microbatch with a node."""
         return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
 
-    def _states(self, node: Node) -> list[int]:
+    def _states(self, k: int, node: Node) -> list[int]:
         op = node.op
         if isinstance(op, Compute):
             if op.step == "F":
-                return []
+                return self._gathers(node, op)
             own = self._with(node, compute_id(op.chunk, "I")) if op.step == "W" else []
             return own or self._with(node, compute_id(op.chunk, "F"))  # also a backward that reads nothing of its forward
-        return [] if isinstance(op, Send | Recv) else self.states.of(node)
+        return [] if isinstance(op, Send | Recv) else self.states.of(k, node)
+
+    def _gathers(self, node: Node, op: Compute) -> list[int]:
+        """Return the gathers at the start of a step whose parameters a chunk uses; its backward follows its forward."""
+        gathers = self.states.gathers
+        if not gathers:
+            return []
+        names = [i.ref for i in self.graph.program.chunk(op.chunk).inputs if i.kind == "param"]
+        buckets = dict.fromkeys([self.bucket_of[name] for name in names if name in self.bucket_of])
+        return [gathers[b, node.role] for b in buckets if (b, node.role) in gathers]
 
 
 class _StateEdges:
     """Find what the ops on gradient buckets and parameters must come after, node by node."""
 
     def __init__(self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]) -> None:
-        self.accumulators = accumulators
-        self.reductions: dict[tuple[str, str], int] = {}
+        self.complete: dict[tuple[str, str], list[int]] = dict(accumulators)
+        """By bucket and role, the nodes after which the gradient there is complete, as far as it is known yet."""
+        self.before: dict[int, list[int]] = {}
+        """By node that works on the gradients of a bucket, what must be done before."""
+        self.gathers: dict[tuple[str, str], int] = {}
         self.on_role: dict[str, list[int]] = {}
-        for i, node in enumerate(nodes):
-            op = node.op
-            if isinstance(op, Collective):
-                if op.bucket:
-                    self.reductions[(op.bucket, node.role)] = i
-            elif not isinstance(op, (*COMM, Update)):
+        for i, node in enumerate(nodes):  # each reduction of a bucket follows the one that was made before it
+            match node.op:
+                case Collective(bucket=bucket) if bucket and node.op.law.state == "param":
+                    self.gathers[bucket, node.role] = i
+                case Collective(bucket=bucket) | Fold(bucket=bucket) if bucket:
+                    self.before[i] = self.complete.get((bucket, node.role), [])
+                    self.complete[bucket, node.role] = [i]
+            if not isinstance(node.op, (*COMM, Update)):
                 self.on_role.setdefault(node.role, []).append(i)
 
-    def of(self, node: Node) -> list[int]:
+    def of(self, number: int, node: Node) -> list[int]:
         """Return the nodes that a node must come after.
 
         A reduction comes after the last accumulation, the norm after the reductions, the Update after everything.
         """
         match node.op:
-            case Collective(bucket=bucket) if bucket:
-                return self.accumulators.get((bucket, node.role), [])
             case SquaredNorm(buckets=buckets):
-                return [i for b in buckets for i in self._complete(b, node.role)]
+                return [i for b in buckets for i in self.complete.get((b, node.role), ())]
             case Update(buckets=buckets):
-                reduced = [self.reductions[(b, node.role)] for b in buckets if (b, node.role) in self.reductions]
+                reduced = [i for b in buckets for i in self.complete.get((b, node.role), ()) if i in self.before]
                 return reduced + self.on_role.get(node.role, [])
             case _:
-                return []
-
-    def _complete(self, bucket: str, role: str) -> list[int]:
-        """Return the nodes after which a bucket's gradient is complete."""
-        reduction = self.reductions.get((bucket, role))
-        return self.accumulators.get((bucket, role), []) if reduction is None else [reduction]
+                return self.before.get(number, [])
 
 
-def _accumulators(graph: Graph, nodes: tuple[Node, ...]) -> dict[tuple[str, str], list[int]]:
-    bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
+def _accumulators(graph: Graph, nodes: tuple[Node, ...], bucket_of: Mapping[str, str]) -> dict[tuple[str, str], list[int]]:
     out: dict[tuple[str, str], list[int]] = {}
     for i, node in enumerate(nodes):
         op = node.op

@@ -87,6 +87,6 @@ def _last_before_reductions(graph: Graph, deps: Dependencies, c: Columns) -> Fla
     """Return the nodes that are the last of their role to add into a bucket that is then reduced."""
     out = np.zeros(len(c.of), np.bool_)
     for (bucket, _), nodes in deps.accumulators.items():
-        if graph.buckets[bucket].channel:
+        if graph.buckets[bucket].channel or graph.buckets[bucket].shard.optim:
             out[nodes[int(np.argmax(c.place[nodes]))]] = True
     return out

@@ -7,10 +7,11 @@ microbatches: their values are numbers of microbatch 0 (see `piper_ir.instr_tabl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from piper_compiler.durations import InstructionSeconds, collective_bytes
+from piper_compiler.passes.residency import Held
 from piper_compiler.ports import BACKWARD, kept, port_category, signatures, steps_of, value_reads, value_writes
 from piper_ir.graph import Graph, Node
 from piper_ir.graph_parts import compute_id
@@ -99,10 +100,10 @@ class PartMaker:
             part = PartTemplate(f"seed.{value}{tail}", tail, Seed(self.seed, held.spec.dtype), (), (number,))
         return Made(part, (), (number,), ())
 
-    def node(self, node: Node) -> list[Made]:
-        """Return the parts of a node."""
+    def node(self, node: Node, held: Held = ()) -> list[Made]:
+        """Return the parts of a node, each with those of the values `held` that it uses."""
         if isinstance(node.op, Compute):
-            return list(self._compute(node, node.op))
+            return [self._holding(made, held) for made in self._compute(node, node.op)] if held else self._compute(node, node.op)
         if node.mbs is None:
             reads = [self._value(v) + max(mb, 0) for v, mb in self.graph.reads_at(node, -1)]
         else:
@@ -110,6 +111,17 @@ class PartMaker:
         writes = [self._value(v) for v in node.writes]
         part = PartTemplate(node.id, node.tail, node.op, tuple(reads), tuple(writes))
         return [Made(part, part.reads, part.writes, ())]
+
+    def _holding(self, made: Made, held: Held) -> Made:
+        """Return a part with the values that it uses in place of states which ranks share."""
+        op = made.part.op
+        assert isinstance(op, Compute) and op.step != "B"
+        chunk = self.chunks[op.chunk]
+        sig = chunk.steps[op.step]
+        read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
+        used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}
+        mine = [v for category, b, v in held if not used[category].isdisjoint(self.graph.buckets[b].params)]
+        return replace(made, part=replace(made.part, held=tuple([self._value(v) for v in mine])))
 
     def transfer_seconds(self, node: Node, part: PartTemplate) -> float:
         """Return the canonical seconds of a communication."""

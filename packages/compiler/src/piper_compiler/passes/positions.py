@@ -45,7 +45,7 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     order = np.lexsort((c.place[nodes], meets, c.role[nodes]))
     nodes, receive = nodes[order], receive[order]
     early = c.each(_early(graph, deps, recv_ahead))[nodes]
-    collective = c.each(isinstance(n.op, Collective) for n in deps.nodes)[nodes] > 0
+    patient = c.each(isinstance(n.op, Collective) and not _gathers(n.op) for n in deps.nodes)[nodes] > 0
 
     reader, need = np.full(len(c.of), NEVER), np.full(len(c.of), -1)
     read = c.comm[c.source] & ~c.comm[c.target]
@@ -53,7 +53,7 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     np.maximum.at(need, c.target, task[c.source])
     reader, need = reader[nodes], need[nodes] + 1
     wanted = np.where(receive, np.maximum(reader - early, 0), need)
-    latest = np.where(receive, reader, np.where(collective, NEVER, need))
+    latest = np.where(receive, reader, np.where(patient, NEVER, need))
 
     counts = np.bincount(c.role[nodes], minlength=len(graph.roles))
     for mine in _slices(counts):
@@ -61,6 +61,11 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
         asked = np.where(receive[mine], np.minimum(wanted[mine], bound), wanted[mine])
         wanted[mine] = np.maximum.accumulate(asked)
     return Positions(nodes, wanted, counts)
+
+
+def _gathers(op: Collective) -> bool:
+    """Return whether compute soon needs what a collective writes, unlike what is reduced for the end of the step."""
+    return op.law.state == "param"
 
 
 def _slices(counts: Ints) -> list[slice]:

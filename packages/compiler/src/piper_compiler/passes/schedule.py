@@ -104,6 +104,8 @@ class Scheduler:
         self.spans = deps.spans
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
+        self.starts = [0.0] * len(self.role_of)
+        """The canonical start of each node that computes, once it has started."""
         self.arrived: dict[tuple[Collective, int, int], list[int]] = {}
         self.turns: dict[tuple[Collective, int, int], int] = {}  # of each role, how often it has come to such a meeting
 
@@ -186,7 +188,7 @@ class Scheduler:
         return sorted(members) if len(members) == len(self.graph.channels[op.channel].roles) else ()
 
     def _start(self, dirty: set[int], now: float) -> None:
-        sequence, events, seconds, spans = self.sequence, self.events, self.seconds, self.spans
+        sequence, events, seconds, spans, starts = self.sequence, self.events, self.seconds, self.spans, self.starts
         for r in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[r]
             if role.busy:
@@ -202,6 +204,7 @@ class Scheduler:
             role.busy = True
             end = now + seconds[i]
             for j in spans.get(i, (i,)):
+                starts[j] = now
                 sequence.append(j)
                 heappush(events, (end, len(sequence), j))
         dirty.clear()

@@ -13,15 +13,17 @@ from itertools import pairwise
 import numpy as np
 
 from piper_compiler.passes.arrays import Flags, Ints, int_array, run_starts
-from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.draft import Draft
 from piper_compiler.passes.parts import Made, PartMaker
 from piper_compiler.passes.release import Releases, Uses
+from piper_compiler.passes.residency import Held, Scheduled
 from piper_compiler.passes.waits import LazyWaits
-from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, InstrTemplate
 from piper_ir.plan import COMPUTE
 from piper_ir.timing import Prepared, sweep
+
+_Like = int | tuple[int, Held]
+"""A node, with what it holds in place of states if it does."""
 
 Dying = tuple[tuple[int, int, bool], ...]
 """The shared values that die in an instruction, each as (part, number in microbatch 0, sent).
@@ -70,7 +72,7 @@ class _Trace:
             found = self.then[id(template), ahead] = _Trace(dict(self.order))
             for made in template.made:
                 if made.part.ahead == ahead:
-                    for v in (*made.part.writes, *made.part.reads):
+                    for v in (*made.part.writes, *made.part.reads, *made.part.held):
                         found.order.setdefault(v - ahead, len(found.order))
         return found
 
@@ -87,28 +89,30 @@ class Drafted:
         instr_of_part: the instruction of each such part.
     """
 
-    def __init__(self, graph: Graph, deps: Dependencies, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
-        self.graph, self.deps, self.maker, self.draft, self.spans = graph, deps, maker, draft, spans
+    def __init__(self, scheduled: Scheduled, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
+        self.graph, self.deps, self.maker, self.draft, self.spans = scheduled.graph, scheduled.deps, maker, draft, spans
+        self.held = scheduled.held
         self.count = maker.count
         self._needed: LazyWaits | None = None
-        self._parts: dict[int, list[Made]] = {}
+        self._parts: dict[_Like, list[Made]] = {}
         self._known: dict[object, _Template] = {}
         self._loaded: set[tuple[str, str, int]] = set()
         lead = int_array([numbers[0] for numbers in draft.tasks])
-        self.mb = int_array(deps.mb)[lead]
+        self.mb = int_array(self.deps.mb)[lead]
         for k, numbers in enumerate(draft.tasks if spans else ()):
-            self.mb[k] = min([deps.mb[i] for i in numbers])  # a span joins microbatches
+            self.mb[k] = min([self.deps.mb[i] for i in numbers])  # a span joins microbatches
         self.used = self._used(lead.tolist())
         self.instrs = self._instrs()
         many = np.zeros(len(lead), np.int64)
         for template, mine in self.instrs:
             many[mine] = len(template.made) if template.stream == COMPUTE else 0
+        self.whole: Flags = np.array(maker.whole, np.bool_)
         self.first_part = run_starts(many)
         self.instr_of_part = np.repeat(np.arange(len(many)), many)
         self.uses = self._uses()
         needed = draft.needed(draft.waits)
         prepared = draft.prepared(needed, draft.waits_of(needed), *draft.scheduled)
-        self.times = sweep(prepared, [t.seconds for t in self.used], latency=graph.program.hop)
+        self.times = sweep(prepared, [t.seconds for t in self.used], latency=self.graph.program.hop)
 
     @property
     def makespan(self) -> float:
@@ -134,14 +138,16 @@ class Drafted:
 
     def _used(self, leads: list[int]) -> list[_Template]:
         """Return the template of each instruction. `leads` has the first number of each."""
-        of, mb, comm, spans = self.deps.of, self.deps.mb, self.deps.comm, self.spans
+        of, mb, comm, spans, held = self.deps.of, self.deps.mb, self.deps.comm, self.spans, self.held
         out: list[_Template] = []
         known = self._known.get
         for numbers, lead in zip(self.draft.tasks, leads, strict=True):
             if comm[lead]:
                 out.append(known(of[lead]) or self._transfer(of[lead]))
                 continue
-            like = (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            like: tuple[_Like, ...] = (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            if held:
+                like = tuple([(of[i], held[i]) if i in held else of[i] for i in numbers])
             template = None if lead in spans else known(like)
             out.append(template or self._task(like, [mb[i] for i in numbers], spans.get(lead)))
         return out
@@ -153,13 +159,13 @@ class Drafted:
         template = self._known[k] = _Template(node.stream, [made], seconds, None, [(0, v) for v in made.reads])
         return template
 
-    def _task(self, like: tuple[int, ...], mbs: list[int], given: float | None) -> _Template:
+    def _task(self, like: tuple[_Like, ...], mbs: list[int], given: float | None) -> _Template:
         """Return an instruction that runs these nodes in these microbatches.
 
         The first node that reads a source in its microbatch loads it.
         """
         own = min(mbs)
-        nodes = [self.deps.nodes[k] for k in like]
+        nodes = [self.deps.nodes[_node_of(one)[0]] for one in like]
         sources = [(v, node.role, mb) for node, mb in zip(nodes, mbs, strict=True) for v in self.maker.sources(node)]
         fresh = dict.fromkeys([source for source in sources if source not in self._loaded])
         self._loaded.update(fresh)
@@ -173,20 +179,21 @@ class Drafted:
         return template
 
     def _computing(
-        self, like: tuple[int, ...], ahead: tuple[int, ...], fresh: set[tuple[str, str, int]], given: float | None
+        self, like: tuple[_Like, ...], ahead: tuple[int, ...], fresh: set[tuple[str, str, int]], given: float | None
     ) -> _Template:
         made: list[Made] = []
-        for k, n in zip(like, ahead, strict=True):
+        for one, n in zip(like, ahead, strict=True):
+            k, held = _node_of(one)
             node = self.deps.nodes[k]
             for v in self.maker.sources(node):
                 if (v, node.role, n) in fresh:
                     fresh.remove((v, node.role, n))
                     made.append(_ahead(self.maker.load(v, node.role), n))
-            if k not in self._parts:
-                self._parts[k] = self.maker.node(node)
-            made += [_ahead(m, n) for m in self._parts[k]]
+            if one not in self._parts:
+                self._parts[one] = self.maker.node(node, held)
+            made += [_ahead(m, n) for m in self._parts[one]]
         seconds = self.maker.seconds.compute([m.part.op for m in made]) if given is None else given
-        touched = [(k, v) for k, m in enumerate(made) for v in (*m.writes, *m.reads)]
+        touched = [(k, v) for k, m in enumerate(made) for v in (*m.writes, *m.reads, *m.part.held)]
         return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
 
     def _instrs(self) -> list[tuple[_Template, Ints]]:
@@ -206,7 +213,8 @@ class Drafted:
             if not template.touched:
                 continue
             shift = np.maximum(self.mb[instrs], 0)
-            values = int_array([v for _, v in template.touched])[:, None] + shift
+            numbers = int_array([v for _, v in template.touched])[:, None]
+            values = numbers + np.where(self.whole[numbers // self.count], 0, shift)
             if template.stream == COMPUTE:
                 keys = int_array([part * far + k for k, (part, _) in enumerate(template.touched)])
                 touched[0].append(values.ravel())
@@ -269,7 +277,7 @@ class _Final:
         d = self.drafted
         instr = d.instr_of_part[freed.after]
         part = freed.after - d.first_part[instr]
-        number = freed.freed - np.maximum(d.mb[instr], 0)
+        number = freed.freed - np.where(d.whole[freed.freed // d.count], 0, np.maximum(d.mb[instr], 0))
         sent = np.isin(freed.freed, d.uses.sent)
         flat = list(zip(part.tolist(), number.tolist(), sent.tolist(), strict=True))
         ends = np.searchsorted(instr, np.arange(len(d.used) + 1)).tolist()
@@ -329,6 +337,10 @@ class _Final:
             kind = kinds.setdefault(id(template), len(kinds))
             templates.append(_with_frees(template, kind, dict(zip(template.aheads, found, strict=False)), dying))
         return number
+
+
+def _node_of(one: _Like) -> tuple[int, Held]:
+    return one if isinstance(one, tuple) else (one, ())
 
 
 def _ahead(made: Made, n: int) -> Made:

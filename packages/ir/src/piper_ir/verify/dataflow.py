@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Channel, Part, Plan, RolePlan, is_state
+from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Bucket, Channel, Part, Plan, RolePlan, is_state
 from piper_ir.program import Chunk
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
@@ -53,6 +53,7 @@ class _Blocks:
 
 _Origin = Atom | _Sum | _Blocks
 SEED = "seed"
+_NORM, _ONCE = "norm", "norm, once,"
 
 
 def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None:
@@ -85,7 +86,9 @@ class _Dataflow:
         parts = {role.role: role.program[index].parts[0] for role, index in members}
         op = next(iter(parts.values())).op
         if isinstance(op, Collective):
-            if not op.bucket:
+            if op.bucket:
+                self._origin.update({v: (("", f"parameters of {op.bucket}"), -1) for p in parts.values() for v in p.writes})
+            else:
                 for role, origin in self._collected(op, {r: self._origin[p.reads[0]] for r, p in parts.items()}).items():
                     self._origin[parts[role].writes[0]] = origin
             return
@@ -137,8 +140,12 @@ class _Dataflow:
                 origin[part.writes[0]] = _Sum(tuple(origin[v] for v in part.reads))
             case Zeros():
                 origin[part.writes[0]] = _Sum(())
-            case SquaredNorm(buckets=buckets):
-                origin[part.writes[0]] = _Sum(tuple((("", f"norm {b}"), -1) for b in buckets))
+            case SquaredNorm(buckets=buckets, once=once):
+                origin[part.writes[0]] = _Sum(tuple((("", f"{_ONCE if b in once else _NORM} {b}"), -1) for b in buckets))
+            case Fresh(bucket=bucket):
+                origin[part.writes[0]] = ("", f"gradients of {bucket}"), -1
+            case Fold():
+                pass  # what is folded is followed by `sharding`
             case Update():
                 for problem in self._update_problems(op, part):
                     self._findings.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
@@ -175,9 +182,16 @@ class _Dataflow:
             yield from self._weight_problems(self._origin[reads.pop(0)])
         if op.clip is not None:
             opened = _open(self._origin[reads.pop(0)])
-            wanted = Counter({((("", f"norm {b.id}"), -1), frozenset[str]()): 1 for b in self._plan.buckets})
+            wanted = Counter([self._norm(bucket, opened) for bucket in self._plan.buckets])
             if opened != wanted:
                 yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(opened, wanted)}"
+
+    def _norm(self, bucket: Bucket, opened: Opened) -> tuple[Atom, frozenset[str]]:
+        """Return how a bucket counts in the norm: over the ranks that share it, or, where all have it, once."""
+        shared = frozenset(a for a in bucket.shard.optim if self._plan.mesh.size(a) > 1)
+        once: Atom = ("", f"{_ONCE} {bucket.id}"), -1
+        found = next((over for atom, over in opened if atom == once), None)
+        return (("", f"{_NORM} {bucket.id}"), -1) if found is None or shared else once, found or shared
 
     def _weight_problems(self, origin: _Origin) -> Iterable[str]:
         plan = self._plan

@@ -12,7 +12,24 @@ from typing import assert_never
 
 from piper_ir.collectives import COLLECTIVES
 from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
+from piper_ir.ops import (
+    COMM,
+    Add,
+    Collective,
+    Comm,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Op,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+    op_name,
+)  # fmt: skip
 from piper_ir.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
 from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk
@@ -217,6 +234,7 @@ class _Names:
             values += part.reads
             values += part.writes
             values += part.frees
+            values += part.held
             if id(part.op) not in self._known:
                 missing = list(_unknown_in_op(self._plan, part.op))
                 out += missing
@@ -247,6 +265,9 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
                 yield f"bucket {bucket}"
         case SquaredNorm(buckets=buckets) | Update(buckets=buckets):
             yield from (f"bucket {b}" for b in buckets if b not in plan._buckets)
+        case Fresh(bucket=bucket) | Fold(bucket=bucket):
+            if bucket not in plan._buckets:
+                yield f"bucket {bucket}"
         case Seed() | Add() | Zeros():
             pass
         case _:
@@ -314,7 +335,7 @@ class _States:
         for buffer in plan.buffers:
             self._sizes["buffer", buffer.name, False] = bind(buffer.spec.nbytes, 0)
         for bucket in plan.buckets:
-            for kind, size in flat_bytes(bucket).items():
+            for kind, size in flat_bytes(bucket, plan.mesh).items():
                 self._sizes[kind, bucket.id, True] = size
 
     def needed(self, role: RolePlan) -> Iterable[_StateName]:

@@ -41,6 +41,11 @@ RULES: dict[str, str] = {
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
     "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
     "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch; a tangent sums its consumers' gradients",
+    "R30-shards": "ranks share a bucket's states along axes of its replication, in equal parts of whole 256 bytes; each role has "
+    "channels among just the sharers",
+    "R31-gathered": "who reads a parameter that ranks share holds a value gathered from its bucket, or follows its gather",
+    "R32-contributions": "who adds to gradients that ranks share adds to one buffer, which is scattered after the last who adds, "
+    "and folded once",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
 
-from piper_ir.ops import Collective, Compute, Seed, SquaredNorm, Update
+from piper_ir.collectives import law_of
+from piper_ir.ops import Collective, Compute, Fold, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import HappensBefore, UsePosition
 
@@ -101,7 +102,7 @@ def check_layout(findings: Findings) -> None:
     params = {p.name: p for p in findings.plan.params}
     for bucket in findings.plan.buckets:
         where = f"bucket {bucket.id}"
-        item, end, last = min(ITEM_BYTES[d] for d in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)), 0, "the start"
+        item, end, last = bucket.narrowest, 0, "the start"
         if len(bucket.params) != len(bucket.offsets):
             findings.add("R22-buckets", f"{where} has {len(bucket.params)} parameters and {len(bucket.offsets)} offsets")
             continue
@@ -151,21 +152,22 @@ def check_holders(findings: Findings) -> None:
 
 
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
-    """Return the fault, if any, of a bucket's channel, which must join just the ranks that replicate the bucket."""
+    """Return the fault, if any, of a bucket's channel, which must join just the ranks that keep the same of the bucket."""
     for name in bucket.roles:
         open_axes = [a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed]
         missing = [a for a in open_axes if a not in bucket.over]
         if missing:
             return f"role {name} is replicated along {', '.join(missing)}, the bucket along {', '.join(bucket.over) or 'nothing'}"
-    several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in bucket.over)
+    over = tuple(a for a in bucket.over if a not in bucket.shard.optim)
+    several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in over)
     if not bucket.channel:
         return "several ranks hold it, and no channel reduces it" if several else ""
     if not several:
         return f"one rank holds it, so channel {bucket.channel} has nothing to reduce"
     channel = plan.channel(bucket.channel)
-    if channel.kind != "group" or set(channel.roles) != set(bucket.roles) or set(channel.over) != set(bucket.over):
+    if channel.kind != "group" or set(channel.roles) != set(bucket.roles) or set(channel.over) != set(over):
         joins = f"the {channel.kind} channel {channel.id} joins {', '.join(channel.roles)} over ({', '.join(channel.over)})"
-        return f"{joins}; {', '.join(bucket.roles)} over ({', '.join(bucket.over)}) hold it"
+        return f"{joins}; {', '.join(bucket.roles)} over ({', '.join(over)}) hold it"
     return ""
 
 
@@ -176,6 +178,9 @@ class _Use:
     accumulations: list[UsePosition] = field(default_factory=list)
     uses: list[UsePosition] = field(default_factory=list)
     norms: list[UsePosition] = field(default_factory=list)
+    gathers: list[UsePosition] = field(default_factory=list)
+    scatters: list[UsePosition] = field(default_factory=list)
+    folds: list[UsePosition] = field(default_factory=list)
     reductions: list[UsePosition] = field(default_factory=list)
     updates: list[UsePosition] = field(default_factory=list)
 
@@ -195,8 +200,8 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
             use = uses[bucket.id]
             if role.role in bucket.roles:
                 _BucketOnRole(findings, role, orders[role.role], bucket, use).check()
-            elif use.updates or use.reductions or use.norms:
-                index = (use.updates + use.reductions + use.norms)[0][0]
+            elif found := [*use.updates, *use.reductions, *use.norms, *use.gathers, *use.scatters, *use.folds]:
+                index = found[0][0]
                 findings.add("R25-update", f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold", role, index)
     _check_clips(findings, updates)
 
@@ -240,6 +245,12 @@ class _Touched:
             case Update(buckets=buckets):
                 for b in buckets:
                     uses[b].updates.append(place)
+            case Fold(bucket=b):
+                uses[b].folds.append(place)
+            case Collective(bucket=b) if b and part.op.law.state == "param":
+                uses[b].gathers.append(place)
+            case Collective(bucket=b) if b and part.op.law.writes == "part":
+                uses[b].scatters.append(place)
             case Collective(bucket=b) if b:
                 uses[b].reductions.append(place)
             case _:
@@ -257,33 +268,67 @@ class _BucketOnRole:
         self.findings.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
 
     def check(self) -> None:
-        """Add the faults of the bucket's reduction, or else of its update."""
-        reductions, wanted = self.use.reductions, int(bool(self.bucket.channel))
-        if len(reductions) != wanted:
-            again = reductions[1][0] if len(reductions) > 1 else -1
-            self.add("R24-reduction", f"is reduced {len(reductions)} times; {wanted} is expected", again)
+        """Add the faults of the bucket's reductions, or else of its update."""
+        bucket, use = self.bucket, self.use
+        added = use.folds if bucket.shard.grads else use.accumulations
+        if bucket.shard.optim:
+            self._check_gathers(bucket.gather[bucket.roles.index(self.role.role)])
+        complete: int | None = None
+        if bucket.shard.optim and not bucket.shard.grads:
+            channel = bucket.scatter[bucket.roles.index(self.role.role)]
+            complete = self._check_reductions(use.scatters, channel, "reduce_scatter", added[-1][0] if added else -1)
+            if complete is None:
+                return
+        elif use.scatters:
+            self.add("R24-reduction", "is scattered in place, and its gradients are not kept so", use.scatters[0][0])
             return
-        if reductions and not self._check_reduction(reductions[0][0]):
-            return
-        self._check_update(reductions[0][0] if reductions else None)
+        if bucket.channel or use.reductions:
+            last = max(added[-1][0] if added else -1, -1 if complete is None else complete)
+            complete = self._check_reductions(use.reductions, bucket.channel, "all_reduce", last)
+            if complete is None:
+                return
+        self._check_update(complete)
 
-    def _check_reduction(self, index: int) -> bool:
+    def _check_gathers(self, channel: str) -> None:
+        """Check the gathers of the bucket: in place once before all uses, or into a value each (see `sharding`)."""
+        gathers, used = self.use.gathers, bool(self.use.uses)
+        for place in gathers:
+            op = self.role.program[place[0]].parts[0].op
+            assert isinstance(op, Collective)
+            if op.kind != "all_gather" or op.channel != channel:
+                self.add(
+                    "R31-gathered", f"is gathered by {op.law.name} on channel {op.channel}; its channel is {channel}", place[0]
+                )
+        if self.bucket.shard.params:
+            return
+        if len(gathers) != int(used):
+            self.add("R31-gathered", f"is gathered {len(gathers)} times; {int(used)} is expected")
+        for use in self.use.uses if len(gathers) == 1 else ():
+            if not self.order.precedes(gathers[0][0], use[0]):
+                self.add("R31-gathered", f"is used here, without waiting for its gather by instruction {gathers[0][0]}", use[0])
+                break
+
+    def _check_reductions(self, found: list[UsePosition], channel: str, kind: str, last: int) -> int | None:
+        """Check that the bucket is reduced once, by this kind of collective, after instruction `last`; return where."""
+        wanted = int(bool(channel))
+        if len(found) != wanted:
+            again = found[1][0] if len(found) > 1 else -1
+            self.add("R24-reduction", f"is reduced {len(found)} times; {wanted} is expected", again)
+            return None
+        index = found[0][0]
         op = self.role.program[index].parts[0].op
         assert isinstance(op, Collective)
-        if op.kind != "all_reduce":
-            self.add("R24-reduction", f"is given to {op.law.name}; AllReduce is expected", index)
-            return False
-        if op.channel != self.bucket.channel:
-            self.add("R24-reduction", f"is reduced on channel {op.channel}; its channel is {self.bucket.channel}", index)
-            return False
-        last = self.use.accumulations[-1][0] if self.use.accumulations else -1
-        if last > index:
+        if op.kind != kind:
+            self.add("R24-reduction", f"is given to {op.law.name}; {law_of(kind).name} is expected", index)
+        elif op.channel != channel:
+            self.add("R24-reduction", f"is reduced on channel {op.channel}; its channel is {channel}", index)
+        elif last > index:
             self.add("R24-reduction", f"is accumulated into by instruction {last}, after this reduction of it", index)
-            return False
-        if last >= 0 and not self.order.precedes(last, index):
+        elif last >= 0 and not self.order.precedes(last, index):
             self.add("R24-reduction", f"is reduced without waiting for instruction {last}, which accumulates into it", index)
-            return False
-        return True
+        else:
+            return index
+        return None
 
     def _check_update(self, reduction: int | None) -> None:
         if len(self.use.updates) != 1:
@@ -296,7 +341,7 @@ class _BucketOnRole:
                 self.add(
                     "R25-update", f"has its {what} here, without waiting for its reduction by instruction {reduction}", place[0]
                 )
-            last = max(self.use.accumulations if what == "norm" else self.use.uses, default=(-1, 0))
+            last = max([*self.use.folds, *(self.use.accumulations if what == "norm" else self.use.uses)], default=(-1, 0))
             if last > place:
                 self.add("R25-update", f"has its {what} here, before instruction {last[0]} uses it", place[0])
         for norm in self.use.norms:

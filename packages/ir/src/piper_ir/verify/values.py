@@ -108,10 +108,11 @@ def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
         others.update(instr.frees_before, instr.allocs_after)
         for part in instr.parts:
             if instr.stream != COMPUTE:
-                others.update(part.reads, part.writes, part.frees)
+                others.update(part.reads, part.writes, part.frees, part.held)
                 continue
             if not alive.issuperset(part.reads):
                 others.update([v for v in part.reads if v not in alive])
+            others.update(part.held)
             if not freed.isdisjoint(part.writes):
                 others.update(part.writes)
             before = len(alive)
@@ -146,9 +147,9 @@ def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
         for life in of(instr.frees_before) if instr.frees_before else ():
             life.frees.append((i, -1))
         for p, part in enumerate(instr.parts):
-            if plain.issuperset(part.reads) and plain.issuperset(part.writes) and plain.issuperset(part.frees):
+            if plain.issuperset(part.reads) and plain.issuperset(part.writes) and plain.issuperset(part.frees) and not part.held:
                 continue
-            for life in of(part.reads):
+            for life in of((*part.reads, *part.held)):
                 life.reads.append((i, p))
             for life in of(part.writes):
                 life.writes.append((i, p))

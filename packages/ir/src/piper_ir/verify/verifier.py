@@ -15,6 +15,7 @@ from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.form import check_instructions, check_tables
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
+from piper_ir.verify.sharding import check_sharded_use, check_shards
 from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
 from piper_ir.verify.values import HappensBefore, check_values
 
@@ -49,7 +50,7 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def _check_use(findings: Findings) -> None:
-    """Check R11 to R27 and R29."""
+    """Check R11 to R27 and R29 to R32."""
     orders = {role.role: HappensBefore(role) for role in findings.plan.roles}
     check_values(findings, orders)
     met = meetings(findings)
@@ -59,10 +60,13 @@ def _check_use(findings: Findings) -> None:
     order = run(findings, events)
     check_steps(findings)
     check_layout(findings)
+    check_shards(findings)
     if not findings.violations:
         check_holders(findings)
     if not findings.violations:
         check_reductions(findings, orders)
+    if not findings.violations:
+        check_sharded_use(findings, orders)
     if not findings.violations:
         check_dataflow(findings, events, order)
 

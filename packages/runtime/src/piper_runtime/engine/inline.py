@@ -168,11 +168,12 @@ def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tens
     if law is None:
         got[1].copy_(given[0])
         return
-    for target, found in zip(got, collected(law, given), strict=True):
-        target.copy_(found)
-    if law.spoils:
+    results = collected(law, given)
+    if law.spoils:  # before the results, which may stand in what is spoiled
         for tensor in given:
             tensor.fill_(_SPOILED)
+    for target, found in zip(got, results, strict=True):
+        target.copy_(found)
 
 
 _SPOILED = 113

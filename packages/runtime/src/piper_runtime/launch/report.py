@@ -59,7 +59,9 @@ class RankReport:
         gradients: per step, as the optimizer saw them.
         spans: the last step's instructions with their begin and end; empty when not asked for.
         memory: memory in the measured step; None when not asked for.
-        states: parameters and buffers after the last step.
+        states: parameters and buffers after the last step, of which the rank has all.
+        shared_states: the rank's parts of those that it shares, by bucket.
+        shared_gradients: per step, its parts of the gradients of these.
         clock_error_s: the error of times from another machine against the launcher's clock.
         batch_s: per step the seconds in Job.batch.
         waits: of the last step, see `piper_runtime.rank.feed.Feed`.
@@ -72,6 +74,8 @@ class RankReport:
     spans: list[TimedSpan] = field(default_factory=list)
     memory: MemoryRecord | None = None
     states: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared_gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     clock_error_s: float = 0.0
     batch_s: list[float] = field(default_factory=list)
     waits: list[tuple[int, float, float]] = field(default_factory=list)
@@ -100,11 +104,13 @@ class RankReport:
         """Keep the gradients that an Update is about to apply; this is a Probe."""
         if len(self.gradients) == len(self.finished):
             self.gradients.append({})
+            self.shared_gradients.append({})
         self.gradients[-1].update(rank.gradients(buckets, scale))
+        self.shared_gradients[-1].update(rank.shared_gradients(buckets, scale))
 
     def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: Counter | None) -> None:
         """Keep the remaining results when the last step is done."""
-        self.states = rank.states()
+        self.states, self.shared_states = rank.states(), rank.shared_states()
         self.spans = list(spans)
         self.waits = list(rank.feed.waits)
         if counter is not None:

@@ -16,6 +16,7 @@ from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.ranges import name_inline
 from piper_runtime.engine.trace import TimedSpan, executed_trace
 from piper_runtime.launch.interrupt import at_step_end
+from piper_runtime.launch.joined import joined_gradients, joined_states
 from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, open_pool
 from piper_runtime.launch.progress import OnStep, Progress
 from piper_runtime.launch.protocol import Request
@@ -175,6 +176,6 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
-        {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
+        joined_states(plan, reports), joined_gradients(plan, reports),
         {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial, [r.batch_s for r in records],
     )  # fmt: skip

@@ -240,6 +240,7 @@ class RankOptimizer:
             warn_unfused(optimizer, dtype, problem)
         self.flat = type(optimizer) in ELEMENTWISE and not problem
         if not self.flat:
+            self._check_whole(type(optimizer).__name__)
             named = [(n, store.parameter(n) if n in store.grads else p) for n, p in named]
             optimizer = call_optimizer(function, named)
         self._check_groups(optimizer, named)
@@ -250,6 +251,12 @@ class RankOptimizer:
             self._use_views(optimizer, dict(named))
         self._optimizer = optimizer
         self._scheduler = call_scheduler(scheduler, optimizer) if scheduler is not None else None
+
+    def _check_whole(self, kind: str) -> None:
+        """Raise JobError where ranks share the states of an optimizer that works on whole parameters."""
+        shared = [b.id for b in self._store.buckets if b.shard.optim]
+        if shared:
+            raise JobError(sharding_problem(kind))
 
     def _check_groups(self, optimizer: Optimizer, named: NamedParameters) -> None:
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -267,11 +274,11 @@ class RankOptimizer:
             group.pop("param_names", None)
             # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per bucket.
             group["fused"], group["foreach"] = True, False
-            group["params"] = [self._store.flat_masters[b.id] for b in self._store.buckets if b.group == index]
+            group["params"] = [self._store.own_masters[b.id] for b in self._store.buckets if b.group == index]
             for p in group["params"]:
                 _first_state(optimizer, group, p)
         for bucket in self._store.buckets:
-            self._members[bucket.id] = [(self._store.flat_masters[bucket.id], self._store.flat_grads[bucket.id])]
+            self._members[bucket.id] = [(self._store.own_masters[bucket.id], self._store.own_grads[bucket.id])]
 
     def _use_views(self, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
         for group in optimizer.param_groups:
@@ -304,6 +311,15 @@ class RankOptimizer:
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor of optimizer state on this rank."""
         return [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def sharding_problem(kind: str) -> str:
+    """Return the message for an optimizer whose states ranks cannot share."""
+    known = ", ".join(c.__name__ for c in ELEMENTWISE)
+    return (
+        f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a part of every parameter, and "
+        f"{kind} works on whole parameters here; use one of {known}, or zero=0"
+    )
 
 
 def scaled(grad: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import Any, assert_never
 import torch
 
 from piper_ir.errors import NonFiniteLossError
-from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Part, is_state
+from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Category, Part, is_state
 from piper_ir.program import Chunk
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
@@ -42,6 +42,10 @@ def bind_part(part: Part, rank: RankState) -> Thunk:
             run = _add(part, rank)
         case SquaredNorm():
             run = _squared_norm(part, part.op, rank)
+        case Fresh():
+            run = _fresh(part, rank)
+        case Fold():
+            run = _fold(part, part.op, rank)
         case Update():
             run = _update(part, part.op, rank)
         case Send() | Recv() | Collective():
@@ -65,8 +69,8 @@ def bind_operand(part: Part, rank: RankState) -> Operand:
         case Recv():
             target = part.writes[0]
             return lambda: values[target]
-        case Collective(bucket=bucket) if bucket:
-            flat = rank.store.flat_grads[bucket]
+        case Collective() as op if op.bucket:
+            flat, _ = _state_ends(op, rank)
             return lambda: flat
         case Collective() as op if op.law.in_place:
             source, target = part.reads[0], part.writes[0]
@@ -80,10 +84,29 @@ def bind_operand(part: Part, rank: RankState) -> Operand:
 
 def bind_result(part: Part, rank: RankState) -> Operand | None:
     """Return the closure that gives the tensor which a collective writes; None where it writes its operand."""
-    if not isinstance(part.op, Collective) or part.op.bucket or part.op.law.in_place:
+    if not isinstance(part.op, Collective) or part.op.law.in_place:
         return None
+    if not part.writes:
+        _, flat = _state_ends(part.op, rank)
+        return lambda: flat
     values, target = rank.store.values, part.writes[0]
     return lambda: values[target]
+
+
+def _state_ends(op: Collective, rank: RankState) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors that a collective on a bucket's state gives, and gets unless the plan names a value."""
+    store, bucket = rank.store, op.bucket
+    match op.law.state:
+        case "param":
+            return store.own_params[bucket], store.flat_params[bucket]
+        case "grad" if op.law.in_place:
+            return store.own_grads[bucket], store.own_grads[bucket]
+        case "grad":
+            return store.flat_grads[bucket], store.own_grads[bucket]
+        case "":
+            raise TypeError(f"{op.law.name} works on no state, and it names {bucket}")
+        case _:
+            assert_never(op.law.state)
 
 
 def bind_alloc(value: str, rank: RankState) -> Thunk:
@@ -151,7 +174,8 @@ def _add(part: Part, rank: RankState) -> Thunk:
 
 def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
-    flats = [rank.store.flat_grads[b] for b in op.buckets]
+    first = not rank.plan.mesh.index_along(op.over, rank.rank)
+    flats = [rank.store.own_grads[b] for b in op.buckets if first or b not in op.once]
 
     def squared_norm() -> None:
         total = torch.zeros((), dtype=dtype, device=device)
@@ -160,6 +184,25 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
         values[target] = total
 
     return squared_norm
+
+
+def _fresh(part: Part, rank: RankState) -> Thunk:
+    values, target, device = rank.store.values, part.writes[0], rank.device
+    shape, dtype = empty_value(rank.plan, target)
+
+    def fresh() -> None:
+        values[target] = torch.zeros(shape, dtype=dtype, device=device)
+
+    return fresh
+
+
+def _fold(part: Part, op: Fold, rank: RankState) -> Thunk:
+    values, kept, source = rank.store.values, rank.store.own_grads[op.bucket], part.reads[0]
+
+    def fold() -> None:
+        kept.add_(values[source])
+
+    return fold
 
 
 def _update(part: Part, op: Update, rank: RankState) -> Thunk:
@@ -242,6 +285,7 @@ def _compute(part: Part, rank: RankState) -> Thunk:
     function = rank.steps(chunk.code, step)
     values = rank.store.values
     template, keep, take = _arguments(part, chunk, rank)
+    views = _shared_arguments(part, chunk, rank)
     writes = part.writes
     taken = {v for _, v in take}
     after = tuple(v for v in part.frees if v not in taken)
@@ -251,6 +295,8 @@ def _compute(part: Part, rank: RankState) -> Thunk:
         args: list[Any] = template.copy()
         for i, v in keep:
             args[i] = values[v]
+        for i, v, size, stride, offset in views:
+            args[i] = values[v].as_strided(size, stride, offset)
         for i, v in take:
             args[i] = values.pop(v)
         results = function(args)
@@ -282,15 +328,38 @@ def _arguments(
     for port in signature.reads:
         if is_state(chunk, port):
             entry = chunk.inputs[int(port[2:])]
-            template.append((store.params if entry.kind == "param" else store.buffers)[entry.ref])
+            template.append(store.params.get(entry.ref) if entry.kind == "param" else store.buffers[entry.ref])
         else:
             ports.append((len(template), next(unread)))
             template.append(None)
-    template += [store.grads[chunk.inputs[i].ref] for i in signature.accumulates]
+    template += [store.grads.get(chunk.inputs[i].ref) for i in signature.accumulates]
     last = {v: i for i, v in ports}
     take = [(i, v) for i, v in ports if v in part.frees and last[v] == i]
     keep = [p for p in ports if p not in take]
     return template, keep, take
+
+
+_View = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
+"""The index of an argument, the value that it is a view of, and its size, stride and offset there."""
+
+
+def _shared_arguments(part: Part, chunk: Chunk, rank: RankState) -> list[_View]:
+    """Return the arguments that are views of values which the part holds in place of states that ranks share."""
+    if not part.held:
+        return []
+    assert isinstance(part.op, Compute) and part.op.step != "B"
+    signature = chunk.steps[part.op.step]
+    stands_for = {rank.stands_for[v]: v for v in part.held}
+    read: list[tuple[Category, int]] = [
+        ("gathered", int(p[2:])) if p.startswith("in") else ("gathered", -1) for p in signature.reads
+    ]
+    asked = [*read, *[("reduced", i) for i in signature.accumulates]]
+    out: list[_View] = []
+    for index, (category, i) in enumerate(asked):
+        place = rank.place_of.get(chunk.inputs[i].ref) if i >= 0 and chunk.inputs[i].kind == "param" else None
+        if place is not None and (value := stands_for.get((category, place.bucket))) is not None:
+            out.append((index, value, place.size, place.stride, place.offset))
+    return out
 
 
 def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:

@@ -171,10 +171,10 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
         if not instr.comm:
             continue
         part, stream = instr.parts[0], instr.stream
-        state = (part.op.bucket,) if isinstance(part.op, Collective) and part.op.bucket else ()
+        state = (f"{part.op.law.state} {part.op.bucket}",) if isinstance(part.op, Collective) and part.op.bucket else ()
         needed = max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0)
         if isinstance(part.op, Collective) and part.op.law.spoils:
-            needed = max(needed, *(read.get((stream, v), 0) for v in part.reads))
+            needed = max([needed, *[read.get((stream, v), 0) for v in part.reads]])
         if needed:
             out[index] = ((stream, needed),)
         count[stream] = count.get(stream, 0) + 1

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from piper_ir.errors import NonFiniteLossError
-from piper_ir.plan import Plan
+from piper_ir.ops import Collective, Fresh
+from piper_ir.plan import Category, Plan
+from piper_ir.sizes import bind
 from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
@@ -38,6 +41,16 @@ class RankJob:
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInBucket:
+    """Say where a parameter stands in the flat tensor of its bucket: its shape, strides, and first element."""
+
+    bucket: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 class RankState:
@@ -74,18 +87,50 @@ class RankState:
             )
         self.scalars[kind][mb] = value
 
+    @cached_property
+    def stands_for(self) -> dict[str, tuple[Category, str]]:
+        """Return the category and bucket of each value that stands for a state which ranks share."""
+        out: dict[str, tuple[Category, str]] = {}
+        for instr in self.role.program:
+            for part in instr.parts:
+                if isinstance(part.op, Fresh | Collective) and part.op.bucket:
+                    category: Category = "reduced" if isinstance(part.op, Fresh) else "gathered"
+                    out |= {v: (category, part.op.bucket) for v in part.writes}
+        return out
+
+    @cached_property
+    def place_of(self) -> dict[str, PlaceInBucket]:
+        """Return where each parameter stands in its bucket."""
+        specs = {p.name: tuple(bind(d, 0) for d in p.spec.shape) for p in self.plan.params}
+        return {
+            name: PlaceInBucket(b.id, specs[name], torch.empty(specs[name], device="meta").stride(), offset)
+            for b in self.store.buckets
+            for name, offset in zip(b.params, b.offsets, strict=True)
+        }
+
     def states(self) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters and buffers that this rank holds, by name, on the CPU.
+        """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU.
 
         Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
         another dtype: the job has it as it was made.
         """
         exact = {getattr(torch, b.dtype) for b in self.plan.buckets}
-        lone = {n: t for n, t in self.store.params.items() if n not in self.store.grads}
+        bucketed = {name for bucket in self.store.buckets for name in bucket.params}
+        lone = {n: t for n, t in self.store.params.items() if n not in bucketed}
         whole = {n: t for n, t in lone.items() if t.dtype in exact or not t.is_floating_point()}
         return {n: t.to(CPU, copy=True) for n, t in {**whole, **self.store.masters, **self.store.buffers}.items()}
 
+    def shared_states(self) -> dict[str, torch.Tensor]:
+        """Return copies of this rank's parts of the parameters that ranks share, by bucket, on the CPU."""
+        return {b.id: self.store.own_masters[b.id].to(CPU, copy=True) for b in self.store.buckets if b.shard.optim}
+
     def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients in these buckets, as the optimizer gets them, by parameter, on the CPU."""
-        names = [n for b in buckets for n in self.plan.bucket(b).params]
+        """Return copies of the gradients in these whole buckets, as the optimizer gets them, by parameter, on the CPU."""
+        names = [n for b in map(self.plan.bucket, buckets) if not b.shard.optim for n in b.params]
         return {n: scaled(self.store.grads[n].clone(), scale, self.store.masters[n].dtype).to(CPU) for n in names}
+
+    def shared_gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return copies of this rank's parts of the gradients in those of these buckets that ranks share, by bucket."""
+        shared = [b for b in buckets if self.plan.bucket(b).shard.optim]
+        own, masters = self.store.own_grads, self.store.own_masters
+        return {b: scaled(own[b].clone(), scale, masters[b].dtype).to(CPU) for b in shared}

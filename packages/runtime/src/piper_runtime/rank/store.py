@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,9 +17,11 @@ class Store:
     """Hold a rank's states on its device, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
-    (`flat_grads`), zeroed. What an optimizer updates are `masters`, views of `flat_masters`: the parameters themselves,
-    or others in a wider dtype, from which `copy_masters` writes the parameters. Every other parameter, and every
-    buffer, is a tensor of its own. The store copies its arguments.
+    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. Where ranks share a bucket,
+    a flat tensor may be this rank's part alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
+    are the parts of them that this rank keeps for others. Its optimizer updates `own_masters`: `own_params` themselves,
+    or others in a wider dtype, from which `copy_masters` writes those; `masters` are views of them where they are whole.
+    The store copies its arguments.
     """
 
     def __init__(
@@ -31,10 +33,13 @@ class Store:
         self.values: dict[str, torch.Tensor] = {}
         self.params: dict[str, torch.Tensor] = {}
         self.grads: dict[str, torch.Tensor] = {}
-        self.masters: dict[str, torch.Tensor] = {}
         self.flat_params: dict[str, torch.Tensor] = {}
-        self.flat_masters: dict[str, torch.Tensor] = {}
         self.flat_grads: dict[str, torch.Tensor] = {}
+        self.own_params: dict[str, torch.Tensor] = {}
+        self.own_grads: dict[str, torch.Tensor] = {}
+        self.masters: dict[str, torch.Tensor] = {}
+        self.own_masters: dict[str, torch.Tensor] = {}
+        self._mesh, self._rank = plan.mesh, rank
         self._given = params
         self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
@@ -49,24 +54,43 @@ class Store:
         return _find(self._given, "parameter", name)
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        names = (bucket.compute_dtype, bucket.reduce_dtype, bucket.dtype)
-        made = [torch.zeros(bucket.numel, dtype=getattr(torch, n), device=self.device) for n in names[: 2 + bucket.mastered]]
-        flat, grad, master = *made[:2], made[-1] if bucket.mastered else made[0]
-        for name, offset in zip(bucket.params, bucket.offsets, strict=True):
-            initial = self._initial(name)
-            part = slice(offset, offset + initial.numel())
-            self.params[name], self.masters[name] = flat[part].view(initial.shape), master[part].view(initial.shape)
-            self.masters[name].copy_(initial)
-            self.grads[name] = grad[part].view(initial.shape)
-        self.flat_params[bucket.id], self.flat_masters[bucket.id], self.flat_grads[bucket.id] = flat, master, grad
-        self.copy_masters((bucket.id,))
+        dtype, compute, reduce = (getattr(torch, d) for d in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype))
+        shard, shapes = bucket.shard, self._shapes(bucket)
+        whole = torch.zeros(bucket.numel, dtype=dtype, device=self.device)
+        for name, view in bucket_views(bucket, whole, shapes):
+            view.copy_(self._initial(name))
+        flat = whole.to(compute)
+        own = self.part(flat, shard.optim)
+        if shard.params:
+            flat = own = own.clone()
+        master = self.part(whole, shard.optim).clone() if bucket.mastered else own
+        kept = self._mesh.degree(shard.grads)
+        grads = torch.zeros(bucket.numel // kept, dtype=reduce, device=self.device)
+        self.own_masters[bucket.id] = master
+        if not shard.optim:
+            self.masters |= bucket_views(bucket, master, shapes)
+        self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grads
+        self.own_params[bucket.id] = own
+        self.own_grads[bucket.id] = grads if shard.grads else self.part(grads, shard.optim)
+        if not shard.params:
+            self.params |= bucket_views(bucket, flat, shapes)
+        if not shard.grads:
+            self.grads |= bucket_views(bucket, grads, shapes)
 
     def copy_masters(self, buckets: Iterable[str]) -> None:
-        """Write the parameters of buckets from their masters, where these are others."""
+        """Write this rank's part of the parameters of buckets from its masters, where these are others."""
         for id in buckets:
-            flat, master = self.flat_params[id], self.flat_masters[id]
-            if flat is not master:
-                flat.copy_(master)
+            own, master = self.own_params[id], self.own_masters[id]
+            if own is not master:
+                own.copy_(master)
+
+    def _shapes(self, bucket: Bucket) -> list[torch.Size]:
+        return [self._initial(name).shape for name in bucket.params]
+
+    def part(self, flat: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+        """Return this rank's part of a flat tensor that ranks share along some axes."""
+        parts = self._mesh.degree(axes)
+        return flat if parts == 1 else flat.chunk(parts)[self._mesh.index_along(axes, self._rank)]
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """Return what an optimizer updates of a parameter, as an nn.Parameter that shares its memory."""
@@ -74,10 +98,18 @@ class Store:
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor that owns bytes of a state, without optimizer state."""
-        bucketed = self.grads.keys()
+        bucketed = {name for bucket in self.buckets for name in bucket.params}
         own = [t for n, t in self.params.items() if n not in bucketed]
-        masters = [t for id, t in self.flat_masters.items() if t is not self.flat_params[id]]
+        masters = [self.own_masters[bucket.id] for bucket in self.buckets if bucket.mastered]
         return [*self.flat_params.values(), *masters, *self.flat_grads.values(), *own, *self.buffers.values()]
+
+
+def bucket_views(bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[tuple[str, torch.Tensor]]:
+    """Return each parameter of a bucket with its view of a flat tensor of the whole bucket, given their shapes."""
+    return [
+        (name, flat[offset : offset + shape.numel()].view(shape))
+        for name, offset, shape in zip(bucket.params, bucket.offsets, shapes, strict=True)
+    ]
 
 
 def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:

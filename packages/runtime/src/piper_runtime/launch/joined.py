@@ -1,0 +1,52 @@
+"""Put together what the ranks that share a bucket have reported of it, each its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from piper_ir.errors import ExecutionError
+from piper_ir.plan import Bucket, Plan
+from piper_ir.sizes import bind
+from piper_runtime.launch.report import RankReport
+from piper_runtime.rank.store import bucket_views
+
+Tensors = dict[str, torch.Tensor]
+
+
+def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, Tensors]:
+    """Return by rank, and by name, what it has after the last step, alone or together with those that share with it."""
+    shared = {rank: report.shared_states for rank, report in reports.items()}
+    return {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()}
+
+
+def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[Tensors]]:
+    """Return the same of the gradients of each step; without the ranks that have reported none."""
+    out: dict[int, list[Tensors]] = {}
+    for rank, report in reports.items():
+        steps = max(len(report.gradients), len(report.shared_gradients))
+        own = report.gradients or [{} for _ in range(steps)]
+        for step in range(steps):
+            shared = {r: rep.shared_gradients[step] if rep.shared_gradients else {} for r, rep in reports.items()}
+            out.setdefault(rank, []).append(own[step] | _whole(plan, rank, shared))
+    return out
+
+
+def _whole(plan: Plan, rank: int, parts: Mapping[int, Tensors]) -> Tensors:
+    """Return the parameters of a rank's shared buckets, given every rank's parts by bucket."""
+    out: Tensors = {}
+    shapes = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
+    for id in parts[rank]:
+        bucket = plan.bucket(id)
+        flat = torch.cat([parts[r][id] for r in _sharers(plan, bucket, rank)])
+        if flat.numel() != bucket.numel:
+            raise ExecutionError(f"bucket {id}: the parts that ranks report have {flat.numel()} elements of {bucket.numel}")
+        out |= bucket_views(bucket, flat, [shapes[name] for name in bucket.params])
+    return out
+
+
+def _sharers(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, ...]:
+    """Return the ranks that share a bucket with this one, in the order of their parts."""
+    channel = plan.channel(bucket.gather[bucket.roles.index(plan.role_of(rank).role)])
+    return plan.peers(channel, rank)
