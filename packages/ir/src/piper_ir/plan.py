@@ -42,10 +42,10 @@ Category = Literal[
 ]  # fmt: skip
 """The use of memory.
 
-States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a rank
-keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and
-saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds beyond
-its values.
+States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a
+rank keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs
+and saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds
+beyond its values.
 """
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
