@@ -125,7 +125,7 @@ class RankState:
         return {b.id: self.store.own_masters[b.id].to(CPU, copy=True) for b in self.store.buckets if b.shard.optim}
 
     def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients in these whole buckets as the optimizer gets them, by parameter, on the CPU."""
+        """Return copies of the gradients in whole buckets as the optimizer gets them, by parameter, on the CPU."""
         names = [n for b in map(self.plan.bucket, buckets) if not b.shard.optim for n in b.params]
         return {n: scaled(self.store.grads[n].clone(), scale, self.store.masters[n].dtype).to(CPU) for n in names}
 

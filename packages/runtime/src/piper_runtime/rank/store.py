@@ -19,9 +19,9 @@ class Store:
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
     (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. Where ranks share a bucket,
     a flat tensor may be this rank's part alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
-    are its parts of them. Its optimizer updates `own_masters`: `own_params` themselves, or others in a wider dtype, from
-    which `copy_masters` writes those. `masters` are their views by name, where they are whole. The store copies its
-    arguments.
+    are its parts of them. Its optimizer updates `own_masters`: `own_params` themselves, or others in a wider dtype,
+    from which `copy_masters` writes those. `masters` are their views by name, where they are whole. The store copies
+    its arguments.
     """
 
     def __init__(
