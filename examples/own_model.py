@@ -20,6 +20,7 @@ class ConstantRates(piper.CostModel):
     """What takes no FLOPs and sends nothing takes no time."""
 
     uniform = True  # an instruction takes as long wherever it stands, so that a search may ask once for each
+    bounds_steps = True  # it takes as long as its steps do, so that a search may ask for steps before there is a plan
 
     def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
         self.plan, self.traffic = plan, PlanBytes(plan)

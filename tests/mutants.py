@@ -1,8 +1,8 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each. `python -m tests.mutants` prints the
 table.
 
-A compiler fault is one of tests/plan_faults.py or tests/schedule_faults.py (peaks are computed after it), a runtime fault one of
-tests/runtime_faults.py, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity
+A compiler fault is one of tests/plan_faults.py, tests/schedule_faults.py or tests/sharding_faults.py (peaks are computed after
+it), a runtime fault one of tests/runtime_faults.py, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity
 suite objects. The exit code is 1 if a fault survives.
 """
 
@@ -26,6 +26,7 @@ from tests.compositions import Composition
 from tests.job_faults import JOBS, JobFault
 from tests.plan_faults import COMPILER, Change
 from tests.schedule_faults import SCHEDULE
+from tests.sharding_faults import SHARDING
 
 CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002),
@@ -39,12 +40,14 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt_untied", 2, 1, 4, "random", "v", backward="mixed", overlap=True, seed=2),
     Composition("gpt_refilled", 2, 1, 4, "zbv"),
     Composition("gpt_untied", 2, 1, 2, "gpipe", optimizer="rmsprop"),
+    Composition("gpt", 2, 2, 4, "1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=3),
+    Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=1),
     Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002, precision="mixed"),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
 refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
-mixed precision."""
+ranks that share all states, or those of the optimizer; mixed precision."""
 
 
 def tolerance_of(case: Composition) -> float:
@@ -144,7 +147,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    *(Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f) for f in (*COMPILER, *SCHEDULE)),
+    *(Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f) for f in (*COMPILER, *SCHEDULE, *SHARDING)),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f) for f in JOBS),
 )

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from piper_ir.ops import COMM, Add, Collective, Compute, Load, Recv, Seed, Send, Update
+from piper_ir.ops import COMM, Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Step
 from piper_runtime.rank.parts import Operand, Thunk
@@ -355,7 +355,41 @@ def _update_first(instr: Instr, rank: RankState) -> Instr:
     return replace(instr, waits=(*instr.waits, (COMPUTE, computes)))
 
 
+def _no_fold(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run = bind(part, rank)
+    if not isinstance(part.op, Fold):
+        return run
+    values, dead = rank.store.values, part.frees
+    return lambda: [values.pop(v) for v in dead]
+
+
+def _dirty_buffer(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run = bind(part, rank)
+    if not isinstance(part.op, Fresh):
+        return run
+    values, made = rank.store.values, part.writes[0]
+    return lambda: (run(), values[made].fill_(0.125))
+
+
+def _stale_gather(part: Part, rank: RankState, bind: BindOperand) -> Operand:
+    """Give what was given in the first step."""
+    operand = bind(part, rank)
+    if not (isinstance(part.op, Collective) and part.op.kind == "all_gather"):
+        return operand
+    first: list[torch.Tensor] = []
+
+    def stale() -> torch.Tensor:
+        if not first:
+            first.append(operand().clone())
+        return first[0]
+
+    return stale
+
+
 FAULTS: dict[str, Fault] = {
+    "skip_fold": Fault("the sum of shared gradients is not added to what a rank keeps", part=_no_fold),
+    "dirty_buffer": Fault("a buffer for shared gradients does not start from zero", part=_dirty_buffer),
+    "stale_gather": Fault("gathers bring the parameters of the first step", operand=_stale_gather),
     "skip_allreduce": Fault("gradients are not reduced", operand=_skip_allreduce),
     "double_allreduce": Fault("gradients are reduced twice", operand=_double_allreduce),
     "skip_scalar_reduce": Fault("loss weights and gradient norms stay local", operand=_skip_scalar_reduce),

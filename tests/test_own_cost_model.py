@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -15,12 +16,13 @@ from piper.api.emulation import durations_on, emulate
 from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches
-from piper_ir.errors import ClusterError
+from piper_ir.errors import ClusterError, CostModelError
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Cost, Kernel, Program
 from piper_runtime.launch.processes import Pool
+from piper_simulator import DeviceModel, model_for
 
 CLUSTER = "h100x4"
 LINK = 1e9
@@ -31,6 +33,7 @@ class ConstantRates(piper.CostModel):
     """Every device computes `flops_per_s`, every message moves at `LINK`, and nothing else takes time."""
 
     uniform = True
+    bounds_steps = True
 
     def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None, flops_per_s: float = 1e12) -> None:
         self.plan, self.traffic, self.flops_per_s = plan, PlanBytes(plan), flops_per_s
@@ -138,6 +141,118 @@ def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
         assert isinstance(scored, Scored) and scored.source == "sweep" and scored.step_s == pytest.approx(5 * 3.0)
 
 
+class Joined(ConstantRates):
+    """Every instruction of compute takes a second, whatever it holds: joined steps take less than they do alone."""
+
+    bounds_steps = False
+
+    def work(self, role: RolePlan, instr: Instr) -> piper.Work:
+        return piper.Work(float(not instr.comm), "formula")
+
+
+class OfRoles(Joined):
+    """Asks a plan for its roles, and knows no others."""
+
+    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
+        self.first, self.roles = plan.roles[0], {role.role for role in plan.roles}
+
+    def work(self, role: RolePlan, instr: Instr) -> piper.Work:
+        return piper.Work(float(not instr.comm) if role.role in self.roles else 1e9, "formula")
+
+
+class Lucky(DeviceModel):
+    """Piper's own, with less time for what is joined."""
+
+
+@pytest.mark.parametrize("model", [Joined, OfRoles, Lucky])
+def test_a_search_does_not_ask_a_model_about_single_steps_unless_it_promises_a_bound(model: Any) -> None:
+    problem = TuningProblem(program(), cluster=piper.load_cluster(CLUSTER), model=model)
+    chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
+    sketches = Sketches(problem, Programs(problem, None))
+    sketch = sketches.sketch(chosen)
+    assert sketch is not None and sketches.period_s(chosen, sketch, 1) == 0.0
+    promised = replace(problem, model=partial(DeviceModel))
+    assert Sketches(promised, Programs(promised, None)).period_s(chosen, sketch, 1) > 0.0
+
+
+def many(trial: Any) -> piper.Strategy:
+    microbatches = trial.suggest_categorical("microbatches", list(range(2, 26)))
+    return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=microbatches))
+
+
+def test_no_candidate_is_rejected_for_a_bound_that_a_model_does_not_promise() -> None:
+    kinds = {}
+    for model in (OfRoles, Whole):
+        study = piper.tune(program(), many, cluster=CLUSTER, trials=24, workers=0, model=model)
+        kinds[model] = {row.kind for row in study.rows}
+    assert kinds == {OfRoles: {None}, Whole: {None, "slower"}}, "the other promises a bound, by which some are rejected"
+
+
+class Given(ConstantRates):
+    """Gives whatever stands in `computes` and `sends`."""
+
+    computes: Any = 1.0
+    sends: Any = 0.0
+
+    def work(self, role: RolePlan, instr: Instr) -> piper.Work:
+        made = self.sends if instr.comm else self.computes
+        return made if isinstance(made, piper.Work | str) else piper.Work(made, "formula")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"computes": float("nan")}, r"work\(role 'pp0', instruction load\.inputs.*\) gave seconds=nan; finite seconds from 0 on"),
+    ({"sends": float("nan")}, r"instruction send\..* gave seconds=nan"),
+    ({"computes": -1.0}, "gave seconds=-1.0"),
+    ({"computes": float("inf")}, "gave seconds=inf"),
+    ({"computes": 10**5000}, "gave seconds=an integer of 16610 bits"),
+    ({"computes": None}, "gave seconds=None"),
+    ({"computes": True}, "gave seconds=True"),
+    ({"computes": "x"}, "gave 'x'; a piper.Work is needed"),
+    ({"sends": piper.Work(1.0, "formula", bytes=-1)}, "gave bytes=-1; a whole number from 0 on"),
+    ({"computes": piper.Work(1.0, "formula", flops=0.5)}, "gave flops=0.5"),
+    ({"computes": piper.Work(1.0, "guess")}, "gave source='guess'; accepted are measured, table"),
+    ({"issue_s": float("nan")}, "issue_s is nan"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), BAD)
+def test_what_a_model_gives_is_checked(values: dict[str, Any], says: str) -> None:
+    plan, bad = compiled().plan, type("Bad", (Given,), values)
+    calls: list[Callable[[], Any]] = [
+        lambda: piper.simulate(plan, CLUSTER, model=bad),
+        lambda: piper.why(plan, CLUSTER, model=bad),
+        lambda: durations_on(plan, piper.load_cluster(CLUSTER), None, bad),
+    ]
+    for call in calls:
+        with pytest.raises(CostModelError, match=rf"model=Bad: .*{says}|model=Bad: {says}"):
+            call()
+
+
+def test_a_model_that_is_none_or_raises_is_named() -> None:
+    plan = compiled().plan
+
+    class Failing(ConstantRates):
+        def work(self, role: RolePlan, instr: Instr) -> piper.Work:
+            raise KeyError(role.role)
+
+    cases: list[tuple[Any, str]] = [
+        (3, r"model=3: a class that inherits from piper\.CostModel is needed"),
+        (lambda plan, cluster, costs: 3, "made a int, which has no work, issue_s, uniform, notes; inherit from piper"),
+        (lambda plan: 3, r"TypeError: .* takes 1 positional argument"),
+        (Failing, r"work\(role 'pp0', instruction load.* raised KeyError: 'pp0' \(.*test_own_cost_model\.py:\d+\)"),
+    ]
+    for model, says in cases:
+        with pytest.raises(CostModelError, match=says):
+            piper.simulate(plan, CLUSTER, model=model)
+
+
+def test_the_own_model_is_not_asked_through_another() -> None:
+    plan, cluster = compiled().plan, piper.load_cluster(CLUSTER)
+    for factory in (DeviceModel, partial(DeviceModel), lambda *given: DeviceModel(*given)):
+        assert type(model_for(plan, cluster, None, factory)) is DeviceModel
+    assert type(model_for(plan, cluster, None, Lucky)) is not Lucky
+
+
 OWN_FILE = """
 from piper_simulator import CostModel, Work
 
@@ -156,14 +271,6 @@ def test_a_worker_that_cannot_import_its_file_gets_it_by_value(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, module.__name__, module)
     study = piper.tune(program(), strategy, cluster=CLUSTER, trials=2, workers=1, model=module.Second)
     assert all(row["period_s"] >= 1.0 for row in study.table()) and study.table(), "no candidate failed in the worker"
-
-
-def test_searches_with_different_models_have_different_names() -> None:
-    """A search in a storage goes on only where the last one asked the same model."""
-    models = (None, ConstantRates, Whole, partial(ConstantRates, flops_per_s=1.0), partial(ConstantRates, flops_per_s=2.0))
-    facts = {repr(TuningProblem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
-    assert len(facts) == len(models)
-    assert all(" at 0x" not in f for f in facts), "the same in another process"
 
 
 def test_an_emulated_run_rests_on_it(pool: Pool) -> None:

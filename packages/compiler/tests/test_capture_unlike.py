@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import invoke_subgraph
 
 from packages.compiler.tests.alike_layers import layers
+from packages.compiler.tests.alike_shared import SHARED
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work, captured, pieces, plainly
 from piper_compiler.capture import _torch, repeated, tag
 from piper_ir.errors import CaptureError
@@ -275,7 +277,7 @@ READ: dict[str, tuple[Callable[[], nn.Module], Work]] = {
 
 CASES = {
     f"{title}: {name}": case
-    for title, cases in (("differ", DIFFER), ("modules", MODULES), ("read", READ))
+    for title, cases in (("differ", DIFFER), ("modules", MODULES), ("read", READ), ("shared", SHARED))
     for name, case in cases.items()
 }
 
@@ -288,13 +290,19 @@ def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.Mon
 
 
 def test_threads_leave_classes_as_they_were() -> None:
-    own, found = Layer.forward, invoke_subgraph.find_reuse_match
-    threads = [Thread(target=pieces, args=(lambda: Model(layers()),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (Layer.forward, invoke_subgraph.find_reuse_match) == (own, found)
+    """Also those through which it is seen what a call changes, from before a trace to after it."""
+
+    def found() -> tuple[Any, ...]:
+        return Layer.forward, invoke_subgraph.find_reuse_match, SideEffects.store_attr, SideEffects.mutation
+
+    before = found()
+    for _ in range(3):
+        threads = [Thread(target=pieces, args=(lambda: Model(layers()),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found() == before
 
 
 class Regional(Part):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -433,3 +434,18 @@ def _after_frozen(layers: int):  # type: ignore[no-untyped-def]  # chunks of whi
     steps = {**chunks[2].steps, "I": replace(chunks[2].steps["I"], writes=("iw0",))}
     chunks[2] = replace(chunks[2], steps=steps)
     return chunks
+
+
+class Unordered(order):
+    """A user's own class of orders, which asks for nothing."""
+
+    def apply(self, graph: Graph) -> Graph:
+        return graph
+
+
+def test_an_order_of_the_users_own_class_is_pickled_as_one() -> None:
+    own = Unordered(where(stage=0, phase="F", mb=0), where(stage=0, phase="F", mb=1))
+    again = pickle.loads(pickle.dumps(own))
+    assert (type(again), again, again.site) == (Unordered, own, own.site)
+    plain = order(*own.selections)
+    assert pickle.loads(pickle.dumps(plain)) == plain

@@ -12,8 +12,10 @@ import pytest
 
 from packages.compiler.tests.compile_cases import layered
 from piper_compiler import Strategy, Training, compile_program, recipes
+from piper_ir import memory
 from piper_ir.instr_table import InstrTable, InstrTemplate, TableKinds
 from piper_ir.mesh import Mesh
+from piper_ir.ops import Op, Seed
 from piper_ir.plan import COMPUTE, Plan, Values
 from piper_ir.sizes import TensorSpec
 from piper_ir.verify import Violation, check
@@ -35,9 +37,9 @@ class Judged:
     by_name: Sequence[Violation]
 
 
-def broken(role: int, change: Callable[[Columns], None]) -> Judged:
-    """Change the columns of one role's table."""
-    plan = good()
+def broken(role: int, change: Callable[[Columns], None], **fields: Any) -> Judged:
+    """Change the columns of one role's table, and fields of the plan."""
+    plan = replace(good(), **fields)
     table = plan.roles[role].program
     assert isinstance(table, InstrTable)
     columns: Columns = {
@@ -90,6 +92,23 @@ def test_a_microbatch_that_the_plan_does_not_have_is_found(role: int, computes: 
     assert seen(broken(role, change))
 
 
+@pytest.mark.parametrize("microbatches", (1, 2, 3, 5))
+@pytest.mark.parametrize("role", (0, 1))
+def test_a_table_of_another_number_of_microbatches_is_found(role: int, microbatches: int) -> None:
+    def change(columns: Columns) -> None:
+        """Start the gradients of losses as such a plan does, so that no other rule finds it."""
+        columns["templates"] = [
+            replace(t, parts=tuple([replace(p, op=_started(p.op, microbatches)) for p in t.parts])) for t in columns["templates"]
+        ]
+
+    expected = "R07-signature" if microbatches < 4 else "R21-steps"
+    assert expected in seen(broken(role, change, microbatches=microbatches))
+
+
+def _started(op: Op, microbatches: int) -> Op:
+    return replace(op, value=1 / (2 * microbatches)) if isinstance(op, Seed) else op
+
+
 def test_the_microbatch_of_another_is_found() -> None:
     def change(columns: Columns) -> None:
         columns["mbs"][of_last_microbatch(columns, True)] = 2
@@ -131,6 +150,14 @@ def test_any_swap_is_judged_alike(seed: int) -> None:
         column[i], column[j] = column[j], column[i]
 
     seen(broken(seed % 2, change))
+
+
+def test_a_fault_of_the_memory_of_tables_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is counted by names, and not by the walk over tables that stated it."""
+    size = memory._TableWalk.size
+    monkeypatch.setattr(memory._TableWalk, "size", lambda walk, value: size(walk, value) // 2)
+    monkeypatch.setattr(memory._TableWalk, "totals", memory._Walk.totals)
+    assert {v.rule for v in check(memory.with_peaks(good()))} == {"R28-peak"}
 
 
 def test_a_value_that_differs_in_one_microbatch_is_found() -> None:

@@ -396,6 +396,14 @@ def _not_over_replicas(plan: Plan) -> Plan:
     return change_bucket(change_channel(plan, "own", over=()), "own", over=())
 
 
+@breaks("R23-holders", "it adds gradients along dp, and rows are shared out along none")
+def _over_ranks_of_the_same_rows(plan: Plan) -> Plan:
+    same = replace(plan, replicated=())
+    for mb in range(plan.microbatches):
+        same = change_part(same, "pp1", f"seed@{mb}", op=Seed(1 / plan.microbatches, "float32"))
+    return same
+
+
 @breaks("R23-holders", "parameter table is used by pp0, pp1; its bucket tied is held by pp1")
 def _tied_on_one_side(plan: Plan) -> Plan:
     return change_bucket(plan, "tied", roles=("pp1",))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from piper_ir.errors import CaptureError
 from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
@@ -33,6 +34,7 @@ class CaptureKey:
         loss: Code and values of the loss.
         batch: Structure, shapes and dtypes of a batch.
         precision: The dtypes of parameters, batch and gradient accumulators.
+        costs: Code and values of the costs of operators that `piper.op_cost` has set.
         settings: torch's settings that operations depend on.
     """
 
@@ -40,6 +42,7 @@ class CaptureKey:
     loss: str
     batch: str
     precision: str
+    costs: str
     settings: tuple[str, ...]
 
 
@@ -47,21 +50,31 @@ def program_at(captured: Captured, rows: int) -> Program:
     """Return the program for microbatches of `rows` rows.
 
     It has affine sizes, after a check that the captured path holds at that many rows. One row has a program of its own,
-    because sizes are not affine there. Raises CaptureError where the model takes another path.
+    because sizes are not affine there. Raises CaptureError where the model takes another path; the capture is not used
+    again then.
     """
     from piper_compiler.capture import check_rows
 
-    if rows == 1:
-        return captured.bind(1)
-    check_rows(captured.forward, rows)
+    try:
+        if rows == 1:
+            return captured.bind(1)
+        check_rows(captured.forward, rows)
+    except CaptureError:
+        for key in [key for key, kept in _CAPTURES.items() if kept is captured]:
+            del _CAPTURES[key]
+        raise
     return captured.program
 
 
 def captured_job(job: Job) -> Captured:
     """Return the capture of a job's model. Jobs that differ only in what capture does not see share one.
 
-    A job of which it is not known whether it is like an earlier one is captured anew.
+    A job of which it is not known whether it is like an earlier one is captured anew. Raises CaptureError inside of
+    modes of torch that change what is traced.
     """
+    from piper_compiler.capture import check_context
+
+    check_context()
     key = capture_key(job)
     if key is None:
         return _capture(job)
@@ -83,9 +96,10 @@ def capture_key(job: Job) -> CaptureKey | None:
 
     from piper.api.content import content_of
     from piper_compiler.capture import built_model
+    from piper_ops import own_costs
 
-    loss = content_of(job.loss)
-    if loss is None:
+    loss, costs = content_of(job.loss), content_of(own_costs(), runs=True)
+    if loss is None or costs is None:
         return None
     model = content_of(job.model, runs=True)
     if model is None:
@@ -94,7 +108,7 @@ def capture_key(job: Job) -> CaptureKey | None:
             return None
         model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
-    return CaptureKey(model, loss, _batch_of(job), job.precision.key, tuple(map(str, settings)))
+    return CaptureKey(model, loss, _batch_of(job), job.precision.key, costs, tuple(map(str, settings)))
 
 
 def _batch_of(job: Job) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from piper_simulator import CPU, Cluster, load_cluster
 
 
@@ -10,9 +12,11 @@ def cluster_named(name: str) -> Cluster:
     return local_cluster() if name == CPU else load_cluster(name)
 
 
-def chosen_cluster(cluster: str | Cluster | None) -> Cluster | None:
+def chosen_cluster(cluster: str | Path | Cluster | None) -> Cluster | None:
     """Return the given or named cluster; None stays None. Raises ClusterError for an unknown name."""
-    return cluster_named(cluster) if isinstance(cluster, str) else cluster
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    return cluster_named(cluster) if isinstance(cluster, str) else load_cluster(cluster)
 
 
 def local_cluster() -> Cluster:

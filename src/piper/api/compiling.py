@@ -118,6 +118,7 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
         source.clip_norm,
         source.tokens_per_row,
         spec.update_bytes,
+        "" if spec.flat else spec.kind,
         given.params,
         given.reduce or given.params,
     )

@@ -6,6 +6,8 @@ variables of the functions around it, and the globals that it reads, and from th
 object that these lead to. All of that is part of the digest, with these limits:
 
 - torch, Piper and Python's own library count by name, and by the data of theirs that the code names (`os.environ`).
+- A custom operator counts by what was registered for it with `torch.library`, whichever way the code names it. One that
+  was registered in C++, or piece by piece, has no content.
 - Of other installed packages the code and the plain globals that it reads count, not the rest of the package behind it.
 - Nothing counts by which object it is: a value that cannot be looked into (an open file), or that is too large, has no
   content, and neither has what leads to it.
@@ -29,6 +31,8 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
@@ -46,7 +50,11 @@ CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
-"""The modules of the types of registered operators, which count by name: all else in them is torch's caches."""
+"""The modules of the types around registered operators, which count by name: all else in them is torch's caches."""
+OWN_OPS = frozenset(
+    ["aten", "prim", "prims", "piper", "c10d", "_c10d_functional", "higher_order", "inductor", "mkldnn", "profiler", "quantized"]
+)
+"""The namespaces of torch's and Piper's own operators."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
 """The types of objects that traced code cannot ask for anything."""
 _PYTHONS_OWN = frozenset(
@@ -78,8 +86,8 @@ class _Walk:
         self.digest = hashlib.blake2b(digest_size=16)
         self._runs = runs
         self._storages: dict[int, int] = {}
-        self._number: dict[int, int] = {}
-        self._objects: list[tuple[Any, Home]] = []  # holds each object, so that no other one gets its id meanwhile
+        self._number: dict[tuple[int, bool], int] = {}
+        self._objects: list[tuple[Any, Home, bool]] = []  # holds each object, so that no other one gets its id meanwhile
 
     def add(self, value: Any, home: Home = "user") -> None:
         """Add one value; `home` tells whose code leads to it."""
@@ -88,16 +96,16 @@ class _Walk:
         elif home == "installed" and not isinstance(value, tuple | list):
             self._token("installed", type(value).__qualname__)
         else:
-            number = self._number.setdefault(id(value), len(self._objects))
+            number = self._number.setdefault((id(value), self._runs), len(self._objects))
             if number == len(self._objects):
-                self._objects.append((value, home))
+                self._objects.append((value, home, self._runs))
             self._token("object", number)
 
     def finish(self) -> None:
         """Visit the objects that were added, and those that they add."""
         done = 0
         while done < len(self._objects):
-            value, home = self._objects[done]
+            value, home, self._runs = self._objects[done]
             done += 1
             if done > MOST_VALUES:
                 raise Unseen
@@ -138,6 +146,10 @@ class _Walk:
                 self._all(f"enum {value.name}", (type(value),))
             case torch.Tensor():
                 self._tensor(value)
+            case CustomOpDef():
+                self._op(value)
+            case OpOverload() | OpOverloadPacket():
+                self._named_op(value)
             case object() if type(value).__module__ in OPS:
                 self._token(type(value).__qualname__, str(value).partition(" object at ")[0])
             case _:
@@ -156,6 +168,27 @@ class _Walk:
         for name, value in read_by(function, self._runs):
             self._token("name", name)
             self.add(value, home)
+
+    def _named_op(self, op: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> None:
+        """Add an operator that code names as `torch.ops.<namespace>.<name>`, by what its name stands for now."""
+        self._token("op", str(op))
+        name = op.name() if isinstance(op, OpOverload) else op._qualified_op_name
+        if name.partition("::")[0] in OWN_OPS:
+            return
+        definition = OPDEFS.get(name.partition(".")[0])
+        if definition is None:
+            raise Unseen
+        self.add(definition)
+
+    def _op(self, op: CustomOpDef) -> None:
+        """Add the functions of a custom operator.
+
+        No trace looks into its gradient: that runs, and may read anything.
+        """
+        self._token("custom op", op._qualname, op._schema, sorted(op._autocast_dtype.items()))
+        self._all("kernels", (op._init_fn, op._backend_fns))
+        self._runs = True
+        self._all("rules", (op._abstract_fn, op._setup_context_fn, op._backward_fn, op._vmap_fn, op._torch_dispatch_fns))
 
     def _code(self, code: types.CodeType) -> None:
         self._token("code", code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, code.co_argcount)

@@ -14,12 +14,13 @@ from piper_ir.errors import FormatError, OutputError
 from piper_ir.tools import check_writable, write_whole
 
 
-def save_costs(path: Path, costs: Costs) -> None:
-    """Write a costs file.
+def save_costs(path: str | Path, costs: Costs) -> None:
+    """Write a costs file; `path` is a Path or a text.
 
     Costs take minutes to measure. When the file cannot be written they go to a temporary file, and OutputError says
     where.
     """
+    path = Path(path)
     text = dumps(costs, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +51,9 @@ def check_costs_path(path: Path) -> None:
         raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
 
 
-def load_costs(path: Path) -> Costs:
+def load_costs(path: str | Path) -> Costs:
     """Read a costs file; raise FormatError when there is none, or when it is something else."""
+    path = Path(path)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:

@@ -107,6 +107,7 @@ def execute(
 
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError.
     """
+    from piper_compiler.capture import check_autocast
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.launch import check_request, is_first
@@ -127,6 +128,7 @@ def execute(
             f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; launcher="ray" takes an address, '
             'launcher="emulated" any cluster to imitate'
         )
+    check_autocast()
     check_logs(log)
     check_same_job(compiled, chosen)
     check_same_program(compiled)

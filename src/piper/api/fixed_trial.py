@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -37,7 +38,11 @@ class FixedTrial:
         text = self._text(name, f"an integer in {low}..{high}")
         if name in self._free:
             return self._answer(name, int(text))
-        if not text.lstrip("-").isdigit() or not low <= int(text) <= high or (not log and (int(text) - low) % step):
+        if (
+            not re.fullmatch(r"-?\d{1,18}", text, re.ASCII)
+            or not low <= int(text) <= high
+            or (not log and (int(text) - low) % step)
+        ):
             raise JobError(f"{self._flag} {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
         return self._answer(name, int(text))
 

@@ -85,9 +85,13 @@ def _read_of(
         return
     done.add(id(module))
     home = home_of(module.__name__)
+    if module is torch.ops and names & REFLECTIVE:  # in any namespace
+        raise Unseen
     if home == "known" and ((module is sys and "modules" in names) or (runs and not is_pure(module.__name__))):
         raise Unseen
     known = vars(module).keys() | vars(type(module)).keys()
+    if home == "known" and "__dir__" in vars(module):  # it imports names on first use, and lists them all
+        known |= set(dir(module))
     read = names & known
     if home == "user" and names & REFLECTIVE:
         read |= {name for name in vars(module) if not name.startswith("__")}

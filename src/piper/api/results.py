@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def new_folder(out: Path, name: str) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         endings = [p.name.rpartition("-")[2] for p in out.glob(f"{name}-*")]
-        number = max([int(e) for e in endings if e.isdigit()], default=0) + 1
+        number = max([int(e) for e in endings if re.fullmatch(r"\d{1,18}", e, re.ASCII)], default=0) + 1
         while True:
             folder = out / f"{name}-{number:03d}"
             try:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,7 @@ from piper_autotune import tune as search
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, TuneError
+from piper_ir.keywords import checked_call
 from piper_ir.program import Program
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel
 
@@ -35,6 +37,7 @@ MOST_BYTES = 2**60
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
+@checked_call(TuneError)
 def tune(
     source: Job | Program,
     strategy: Callable[[Any], Strategy],
@@ -92,6 +95,11 @@ def tune(
 
     device = chosen_cluster(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
+    if storage is not None:
+        from piper.api.content import content_of  # which imports torch
+
+        problem = replace(problem, model_content=content_of(model, runs=True))
+        more["content"] = content_of(strategy, runs=True)
     check_launcher(launcher)
     if confirm:
         _check_local(device)

@@ -145,7 +145,7 @@ AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for progr
 
 def searchers(workers: str) -> int | str:
     """Return `--workers`: a number of processes, "ray", "local", or HOST:PORT; raise JobError for anything else."""
-    if workers.isdigit():
+    if re.fullmatch(r"\d{1,18}", workers, re.ASCII):
         return int(workers)
     if workers in ("ray", "local") or ":" in workers:
         return workers

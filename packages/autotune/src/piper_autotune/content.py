@@ -1,34 +1,37 @@
-"""Digest the code of a user's function or class, so that two can be told apart, in another process too."""
+"""Digest the code of a strategy function, so that two spaces can be told apart, in another process too."""
 
 from __future__ import annotations
 
 from functools import partial
-from types import CodeType, FunctionType
+from types import CellType, CodeType
 from typing import Any
 
 PLAIN = (bool, int, float, str, type(None))
 
 
 def content(thing: Any) -> list[object]:
-    """Return the code of a function, of a class's functions or of a partial, with the plain values that it uses."""
+    """Return the code of a function or of a partial, with the plain values that it uses."""
     if isinstance(thing, partial):
         return [*content(thing.func), *filter(_plain, thing.args), *(kv for kv in sorted(thing.keywords.items()) if _plain(kv))]
-    if isinstance(thing, type):
-        inside = [part for value in vars(thing).values() if isinstance(value, FunctionType | property) for part in _of(value)]
-        values = [(name, value) for name, value in vars(thing).items() if not name.startswith("__") and _plain(value)]
-        return [thing.__qualname__, *inside, *values]
     return _of(thing)
 
 
 def _of(function: Any) -> list[object]:
-    function = function.fget if isinstance(function, property) else function
     code = getattr(function, "__code__", None)
     if code is None:
         return [getattr(function, "__qualname__", type(function).__qualname__)]
-    cells = [c.cell_contents for c in function.__closure__ or ()]
+    cells = [_inside(cell) for cell in function.__closure__ or ()]
     used = [function.__globals__.get(name) for name in code.co_names]
     values = [*cells, *used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return [*_code(code), *(v for v in values if _plain(v))]
+
+
+def _inside(cell: CellType) -> object:
+    """Return the value of a variable of a function around; "unset" for one that has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "unset"
 
 
 def _code(code: CodeType) -> list[object]:

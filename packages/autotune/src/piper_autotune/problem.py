@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from piper_autotune.content import content
 from piper_compiler import Options, Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
@@ -21,7 +20,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.sizes import bind
-from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, device_type, model_for
+from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, device_type
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class TuningProblem:
         memory_limit: the bytes on every device within which a plan must stay; None when any plan fits.
         one_role: why plans of several roles are refused; empty when they are not.
         model: the cost model that gives durations.
+        model_content: a text that is equal, in any process, only for models that give the same; None when it is not
+            known. Piper's own model needs none.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class TuningProblem:
     memory_limit: int | None = None
     one_role: str = ""
     model: CostModelFactory = DeviceModel
+    model_content: str | None = None
 
     @property
     def options(self) -> Options:
@@ -65,17 +67,19 @@ class TuningProblem:
         kinds = () if self.cluster is None else self.cluster.kinds
         return [kind.device for kind in kinds] if len(kinds) > 1 else []
 
-    @cached_property
-    def uniform(self) -> bool:
-        """Return whether an instruction takes as long wherever it stands, as the cost model says of an empty plan."""
-        rows = 1 if self.costs is None or self.costs.rows is None else self.costs.rows
-        return model_for(bare_plan(self.program, Mesh(), rows), self.cluster, self.costs, self.model).uniform
+    @property
+    def bounds_steps(self) -> bool:
+        """Return whether the cost model may be asked for single steps before there is a plan (`CostModel`)."""
+        return self._factory is DeviceModel or getattr(self._factory, "bounds_steps", False) is True
+
+    @property
+    def _factory(self) -> Any:
+        return self.model.func if isinstance(self.model, partial) else self.model
 
     @property
     def own_modules(self) -> Sequence[ModuleType]:
         """Return the modules of a user's cost model, which workers get by value: they may not find them."""
-        made = self.model.func if isinstance(self.model, partial) else self.model
-        home = getattr(made, "__module__", "")
+        home = getattr(self._factory, "__module__", "")
         return [sys.modules[home]] if home in sys.modules and home.partition(".")[0] != "piper_simulator" else []
 
     @property
@@ -94,8 +98,20 @@ class TuningProblem:
         whole = Bucket("", tuple(p.name for p in trained), (), sum(bind(p.spec.numel, 0) for p in trained), "float32", ())
         groups = sorted(self.training.group_of.items())
         training = (groups, self.training.clip, self.training.state_bytes(whole))
-        model = () if self.model is DeviceModel else tuple(content(self.model))
+        model = () if self.model is DeviceModel else (self.model_content,)
         return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model)
+
+    def check_can_be_resumed(self) -> None:
+        """Raise TuneError where a search in a storage could take the scores of another cost model for its own."""
+        if self.model is DeviceModel or self.model_content is not None:
+            return
+        name = getattr(self._factory, "__qualname__", type(self._factory).__qualname__)
+        raise TuneError(
+            f"tune(storage=..., model={name}): it cannot be told whether the storage has scores of this model or of another, for "
+            "the model depends on more than its own code and plain values, such as a file, an installed package, or an object "
+            "that cannot be looked into. Give it what it needs as numbers, texts, lists or dicts (functools.partial(model, "
+            "table=...)), or leave storage out"
+        )
 
 
 def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = ()) -> Plan:

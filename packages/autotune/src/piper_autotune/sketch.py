@@ -112,7 +112,12 @@ class Sketches:
         return None if rest or rows < 1 else rows
 
     def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> float:
-        """Return a lower bound of the seconds per step: the compute of the busiest role, one after the other."""
+        """Return a lower bound of the seconds per step: the compute of the busiest role, one after the other.
+
+        It is 0 with a cost model that does not promise that single steps are a bound.
+        """
+        if not self._problem.bounds_steps:
+            return 0.0
         seconds = self._chunk_seconds(strategy.mesh, rows)
         if seconds is None:
             return 0.0

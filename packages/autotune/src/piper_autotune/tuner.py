@@ -50,6 +50,7 @@ def tune(
     progress: Callable[[SearchProgress], None] | None = None,
     modules: Iterable[ModuleType] = (),
     evaluator: Evaluator | None = None,
+    content: str | None = None,
 ) -> Study:
     """Search the strategy with the least `period_s` that fits.
 
@@ -69,6 +70,8 @@ def tune(
         progress: is called after each candidate.
         modules: modules whose contents reach the workers by value.
         evaluator: scores in place of workers.
+        content: a text that is equal only for strategy functions that do the same, where it is known; a storage then
+            tells more of them apart.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -78,9 +81,11 @@ def tune(
     _check(strategy, trials, confirm, measure, workers, timeout_s)
     if type(seed) is not int or not 0 <= seed <= MOST_SEED:
         raise TuneError(f"tune(seed={seed!r}): an integer from 0 to {MOST_SEED} is needed")
+    if storage is not None:
+        problem.check_can_be_resumed()
     programs = Programs(problem, at_rows)
     with quiet(), storage_errors(storage):
-        name = space_key(strategy, *problem.facts())
+        name = space_key(strategy, *problem.facts(), *([] if content is None else [content]))
         study = open_study(storage, f"piper-{name}", sampler or GuidedSampler(seed))
         if sampler is None:
             study.sampler = GuidedSampler((seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1))
@@ -122,7 +127,7 @@ def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: i
         )
     if workers != "ray" and (type(workers) is not int or workers < 0):
         raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one) or "ray" is accepted')
-    if not timeout_s > 0:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise TuneError(f"tune(timeout_s={timeout_s!r}): seconds above 0 are needed")
 
 

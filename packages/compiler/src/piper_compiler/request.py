@@ -21,6 +21,7 @@ class Training:
         clip: bound of the global gradient norm; None for no clipping.
         tokens_per_row: tokens in a row of the batch, for figures per token.
         update_bytes: bytes of temporaries that the optimizer holds in an update.
+        whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
         params: the dtype in which it updates parameters; "" for theirs in forward and backward.
         reduce: the dtype in which gradients are summed and reduced; "" for that of the update.
     """
@@ -30,6 +31,7 @@ class Training:
     clip: float | None = None
     tokens_per_row: int | None = None
     update_bytes: int = 0
+    whole: str = ""
     params: str = ""
     reduce: str = ""
 

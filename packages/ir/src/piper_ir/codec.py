@@ -244,7 +244,12 @@ def _scalar_decoder(hint: Any) -> Decoder:
         fits = isinstance(value, accepted[hint]) and (hint is bool or not isinstance(value, bool))
         if not fits:
             raise _fail(where, _NAMES[hint], value)
-        return float(value) if hint is float else value  # an integer is a number
+        if hint is not float:
+            return value
+        try:
+            return float(value)  # an integer is a number
+        except OverflowError:
+            raise FormatError(f"{where}: an integer of {len(str(value))} digits is too large for a number") from None
 
     return run
 
@@ -297,7 +302,7 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
             return next(iter(classes.values()))(value, where)
         if isinstance(value, dict) and classes:
             name = value.get("is")
-            if name not in classes:
+            if not isinstance(name, str) or name not in classes:
                 raise FormatError(f'{where}: "is" is {name!r}; one of {", ".join(sorted(classes))} is expected')
             return classes[name]({k: x for k, x in value.items() if k != "is"}, where)
         if isinstance(value, list) and affine_ok:

@@ -178,6 +178,7 @@ class Costs:
             for step in by_step:
                 if step not in STEPS:
                     raise FormatError(f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, I and W")
+        self._check_sizes()
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)
         comm = (((c.op, c.group, c.nodes), c.bytes, c.duration) for c in self.comm)
         busy = (((c.op, c.group, c.nodes), c.bytes, Duration(c.busy_s)) for c in self.comm)
@@ -186,6 +187,14 @@ class Costs:
             ("_steps", _tables(steps)), ("_comm", _tables(comm)), ("_busy", _tables(busy)), ("_parts", _tables(parts))
         ):  # fmt: skip
             object.__setattr__(self, name, tables)
+
+    def _check_sizes(self) -> None:
+        """Raise FormatError for a size at which nothing can have been measured."""
+        sizes = [(f"{s.step} of {s.code}", "rows", s.rows, 1) for s in self.steps]
+        sizes += [(c.op, "bytes", c.bytes, 0) for c in self.comm] + [(p.op, "amount", p.amount, 0) for p in self.parts]
+        for what, name, size, least in sizes:
+            if size < least:
+                raise FormatError(f"Costs: the duration of {what} has {name} {size}; a number from {least} is expected")
 
     def of_compute(self, chunk: str, step: Step, code: str = "", rows: int | None = None) -> Duration | None:
         """Return the duration of one step of a chunk; None when it is not known.

@@ -45,6 +45,10 @@ class ClusterError(PiperError, ValueError):
     """A cluster name or description is not known."""
 
 
+class CostModelError(PiperError, ValueError):
+    """A cost model of the user's cannot be made, or gives something else than a duration."""
+
+
 class JobError(PiperError, ValueError):
     """A job is not usable: the batch does not divide, a callable has the wrong shape, an optimizer is unknown."""
 

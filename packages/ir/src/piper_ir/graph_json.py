@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from piper_ir.codec import register
 from piper_ir.costs import Costs
+from piper_ir.errors import FormatError
 from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, TransferStreams
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.mesh import Mesh
@@ -67,6 +68,9 @@ def to_document(graph: Graph) -> GraphDocument:
 
 def from_document(document: GraphDocument) -> Graph:
     """Return the graph of a document; raise CompileError when a value has two writers."""
+    if len(document.mbs) != len(document.nodes):
+        counts = f"{len(document.nodes)} nodes and the microbatches of {len(document.mbs)}"
+        raise FormatError(f"Graph: it has {counts}; one entry of mbs for each node is expected")
     index = {c.id: i for i, c in enumerate(document.program.chunks)}
     bare = Graph(
         document.mesh, document.program, {}, document.values, {}, {}, log=document.log, costs=document.costs, chunk_index=index

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Generic, TypeVar
 
 from piper_ir.errors import PlanError
 from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.memory_steps import PartUse, PartUses
+from piper_ir.memory_steps import Kinds, PartUse, PartUses
 from piper_ir.part_memory import PartLike
 from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Plan, RolePlan
-from piper_ir.sizes import TensorSpec, bind
 
 V = TypeVar("V")
 """A value by name, or by number in a table."""
@@ -74,6 +74,15 @@ def peak(plan: Plan, role: RolePlan) -> Usage:
     return _walk(plan, role, PartUses(plan)).peak()
 
 
+def peaks_by_names(plan: Plan, kinds: Kinds) -> list[Usage]:
+    """Return the peak of each role from its instructions, value by value, whatever tables they may be made of.
+
+    The verifier asks this: it must not rest on the tables that it judges.
+    """
+    uses = PartUses(plan, kinds)
+    return [_NamedWalk(role, uses).peak() for role in plan.roles]
+
+
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
     """Return the first instruction that reaches the peak; -1 when none holds more than the initial bytes."""
     at, most, total = -1, start, start
@@ -103,8 +112,8 @@ def on_device(plan: Plan, device: DeviceType) -> Plan:
 class _Walk(Generic[V]):
     """Walk the memory of a role through its program; `first` are the values that exist from the start."""
 
-    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses) -> None:
-        self.plan, self.role, self.uses = plan, role, uses
+    def __init__(self, role: RolePlan, uses: PartUses) -> None:
+        self.role, self.uses = role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
         raise NotImplementedError
@@ -193,7 +202,7 @@ class _Walk(Generic[V]):
             return out | {"workspace": use.beside} if use.beside else out
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
-            early = min(gone, self.size(v)) if v in use.part.reads else 0
+            early = 0 if v in use.part.held else min(gone, self.size(v))  # what is held dies after the part
             out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out
@@ -225,17 +234,12 @@ class _Walk(Generic[V]):
 class _NamedWalk(_Walk[str]):
     """Walk any program, value by value."""
 
-    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses) -> None:
-        super().__init__(plan, role, uses)
-        self.kinds = plan.kinds
-        self.sizes: dict[int, int] = {}
+    def __init__(self, role: RolePlan, uses: PartUses) -> None:
+        super().__init__(role, uses)
+        self.kinds, self.nbytes = uses.kinds, uses.nbytes
 
     def size(self, value: str) -> int:
-        spec: TensorSpec = self.kinds[value][0]
-        size = self.sizes.get(id(spec), -1)  # microbatches share specs: objects that the plan keeps alive
-        if size < 0:
-            size = self.sizes[id(spec)] = bind(spec.nbytes, 0)
-        return size
+        return self.nbytes[value]
 
     def category(self, value: str) -> Category:
         return self.kinds[value][1]
@@ -249,27 +253,54 @@ class _NamedWalk(_Walk[str]):
             if instr.stream != COMPUTE:
                 continue
             self._check(alive, index, instr)
-            early, made = instr.frees_before, instr.allocs_after
-            freed, more = (sum([self.size(v) for v in vs]) for vs in (early, made))
-            yield _Change(index, self.effect(instr.parts), early, freed, made, more)
+            yield self._change(index, instr)
+
+    def totals(self) -> Iterator[tuple[int, int, int]]:
+        """Yield what `changes` says, without categories."""
+        alive, nbytes, uses = set(self.role.allocs_first), self.nbytes, self.uses
+        for index, instr in enumerate(self.role.program):
+            if instr.stream != COMPUTE:
+                continue
+            self._check(alive, index, instr)
+            more = -sum([nbytes[v] for v in instr.frees_before])
+            fullest = []
+            for part in instr.parts:
+                fullest.append(more + uses.most(part, nbytes))
+                more += sum([nbytes[v] for v in part.writes]) - sum([nbytes[v] for v in part.frees])
+            yield index, max(fullest, default=more), more + sum([nbytes[v] for v in instr.allocs_after])
+
+    def until(self, live: Counter[Category], at: int) -> _Change[str]:
+        program, nbytes, category = self.role.program, self.nbytes, self.category
+        for instr in program[:at]:
+            if instr.stream == COMPUTE:
+                for v in chain(instr.frees_before, *[part.frees for part in instr.parts]):
+                    live[category(v)] -= nbytes[v]
+                for v in chain(instr.allocs_after, *[part.writes for part in instr.parts]):
+                    live[category(v)] += nbytes[v]
+        return self._change(at, program[at])
+
+    def _change(self, index: int, instr: Instr) -> _Change[str]:
+        early, made = instr.frees_before, instr.allocs_after
+        freed, more = (sum([self.nbytes[v] for v in vs]) for vs in (early, made))
+        return _Change(index, self.effect(instr.parts), early, freed, made, more)
 
     def _check(self, alive: set[str], index: int, instr: Instr) -> None:
         """Raise PlanError if an instruction frees a value that is not alive."""
         for writes, frees in [((), instr.frees_before), *[(p.writes, p.frees) for p in instr.parts]]:
             alive.update(writes)
-            for v in frees:
-                if v not in alive:
-                    lost = f"frees {v}, which is not alive there"
-                    raise PlanError(f"role {self.role.role}, instruction {index} {instr.name}: {lost}")
-                alive.remove(v)
+            if not alive.issuperset(frees) or len(set(frees)) < len(frees):
+                lost = next(v for v in frees if v not in alive or frees.count(v) > 1)
+                text = f"frees {lost}, which is not alive there"
+                raise PlanError(f"role {self.role.role}, instruction {index} {instr.name}: {text}")
+            alive.difference_update(frees)
         alive.update(instr.allocs_after)
 
 
 class _TableWalk(_Walk[int]):
     """Walk a program that is a table, template by template."""
 
-    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses, table: InstrTable) -> None:
-        super().__init__(plan, role, uses)
+    def __init__(self, role: RolePlan, uses: PartUses, table: InstrTable) -> None:
+        super().__init__(role, uses)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
         self.effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
@@ -324,8 +355,8 @@ def _walk(plan: Plan, role: RolePlan, uses: PartUses) -> _NamedWalk | _TableWalk
     table, kinds = role.program, plan.kinds
     if isinstance(table, InstrTable) and isinstance(kinds, TableKinds) and kinds.are_of(table):
         if role.allocs_first == tuple(map(table.values.name, table.first)):
-            return _TableWalk(plan, role, uses, table)
-    return _NamedWalk(plan, role, uses)
+            return _TableWalk(role, uses, table)
+    return _NamedWalk(role, uses)
 
 
 def _add(live: dict[Category, int], more: BytesByCategory, times: int) -> None:

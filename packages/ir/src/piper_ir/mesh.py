@@ -11,10 +11,11 @@ from math import prod
 from piper_ir.errors import CompileError
 from piper_ir.limits import MOST_RANKS
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
+AXES = ("tp", "cp", "ep", "dp", "rep", "pp")
 """The names of all axes, fastest-varying first.
 
-Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart.
+Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart. `rep` is for replicas of ranks
+that share states along `dp`.
 """
 
 

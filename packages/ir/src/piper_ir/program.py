@@ -228,6 +228,7 @@ class Chunk:
         ports: port -> shape and dtype.
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
+        opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
     """
 
     id: str
@@ -238,6 +239,7 @@ class Chunk:
     steps: Mapping[Step, Signature]
     code: str = ""
     random: bool = False
+    opaque: bool = False
 
     def bind(self, rows: int) -> Chunk:
         """Return the chunk at a number of rows."""
@@ -259,7 +261,17 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
                 steps[id(sig)] = sig.bind(rows)
         bound_steps = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
         bound.append(
-            Chunk(chunk.id, chunk.coords, inputs, outputs, ports[id(chunk.ports)], bound_steps, chunk.code, chunk.random)
+            Chunk(
+                chunk.id,
+                chunk.coords,
+                inputs,
+                outputs,
+                ports[id(chunk.ports)],
+                bound_steps,
+                chunk.code,
+                chunk.random,
+                chunk.opaque,
+            )
         )
     return tuple(bound)
 

@@ -180,7 +180,7 @@ class _Parser:
             return
         word, _, rest = text.partition(" ")
         if word.isdecimal():
-            self._instruction(int(word), rest)
+            self._instruction(_int(word, "the number of an instruction"), rest)
         elif word == "plan" and self._plan is None:
             self._plan = _object(rest)
         elif word in _TABLES:
@@ -384,6 +384,8 @@ def _load(text: str) -> Any:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
+    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
+        raise FormatError(f"not JSON that this Piper writes: {e}") from None
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -397,7 +399,7 @@ def _int(text: str, expected: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise FormatError(f"{expected} is expected, found {text!r}") from None
+        raise FormatError(f"{expected} is expected, found {text[:40]!r}") from None
 
 
 def _float(text: str) -> float:

@@ -4,7 +4,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 `piper::cross_entropy` with their gradients. Other packages import what they need from here.
 """
 
-from piper_ops.costs import KernelInfo, kernel_of, op_cost
+from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.frames import is_model_code
 from piper_ops.library import DIRECT, OP_KERNELS, dtype_name
@@ -56,6 +56,7 @@ __all__ = [
     "layer_norm_dgrad",
     "layer_norm_wgrad",
     "op_cost",
+    "own_costs",
     "peak_bytes_inside",
     "replace_portable",
     "rms_norm",

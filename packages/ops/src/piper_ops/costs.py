@@ -69,7 +69,7 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     operands = [*_tensors([call.args[a.name] for a in op._schema.arguments if a.name in call.args and not _is_out(a)])]
     moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
     dtype, name = _dtype([*call.outs, *operands]), _name(op)
-    own = _OWN.get(op)
+    own = _OWN.get(op.name())
     if own is not None:
         return KernelInfo(own.kind, (), own.flops(call), moved if own.bytes is None else own.bytes(call), dtype, op=name)
     portable = _FORMULAS.get(op)
@@ -102,8 +102,8 @@ class _Own:
     kind: _KernelKind
 
 
-_OWN: dict[torch._ops.OpOverload, _Own] = {}
-"""The formulas of users' ops."""
+_OWN: dict[str, _Own] = {}
+"""The formulas of users' ops, by name: an op that is registered again is another object."""
 
 
 def op_cost(
@@ -127,7 +127,12 @@ def op_cost(
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
     if packet is None:
         raise ValueError(f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())")
-    _OWN[packet.default] = _Own(flops, bytes, kind)
+    _OWN[packet.default.name()] = _Own(flops, bytes, kind)
+
+
+def own_costs() -> tuple[tuple[object, ...], ...]:
+    """Return what `op_cost` has set so far, as plain tuples in the order of operators' names."""
+    return tuple((name, own.kind, own.flops, own.bytes) for name, own in sorted(_OWN.items(), key=lambda found: found[0]))
 
 
 def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any]) -> Call:

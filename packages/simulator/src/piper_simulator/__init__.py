@@ -13,8 +13,9 @@ from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.contention.demands import Message, demands
 from piper_simulator.contention.flows import message_flows, route, wiring
+from piper_simulator.durations.checked import model_for
 from piper_simulator.durations.communication import by_formula, rank_group
-from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only, model_for
+from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.kernels import launch_count, step_seconds
 from piper_simulator.explanation.causes import Cause

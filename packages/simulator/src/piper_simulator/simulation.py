@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
+from piper_ir.keywords import checked_call
 from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
@@ -19,7 +21,8 @@ from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.named import load_cluster
-from piper_simulator.durations.cost_model import CostModelFactory, Work, model_for
+from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.cost_model import CostModelFactory, Work
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import footprint
@@ -148,9 +151,10 @@ class Simulation:
         }
 
 
+@checked_call(PlanError)
 def simulate(
     plan: Plan,
-    cluster: str | Cluster | None = None,
+    cluster: str | Path | Cluster | None = None,
     *,
     costs: Costs | None = None,
     steps: int = 1,
@@ -159,7 +163,7 @@ def simulate(
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
 ) -> Simulation:
-    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster).
+    """Run a plan on a cluster (a name or a file, see `load_cluster`, or a Cluster).
 
     `cluster` may be left out only when all compute has given durations; everything else then takes no time. `costs`
     come before the cost model's formulas. `notes` name costs of another machine or model, and durations that they lack.
@@ -176,17 +180,16 @@ def simulate(
     Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
     and for a stream that takes more SMs than its devices have; PlanError for a deadlock and for steps < 1.
     """
-    if steps < 1:
-        raise PlanError(f"simulate(steps={steps}): at least one step is needed")
+    if type(steps) is not int or steps < 1:
+        raise PlanError(f"simulate(steps={steps!r}): at least one step is needed, as an integer")
     instructions = sum(len(role.program) for role in plan.roles)
     if steps * instructions > MOST_STEP_INSTRUCTIONS:
         least = most(MOST_STEP_INSTRUCTIONS, instructions)
         raise PlanError(f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted")
-    target = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+    tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
-        return _simulate(
-            plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step, contention, model
-        )
+        return _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, model)
 
 
 def _simulate(
@@ -372,8 +375,7 @@ class _Run:
                 continue
             role, most = self.counted.roles[r], peaks[r]
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
-            too_full = (u for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
-            at = next(too_full).instr
+            at = next(u.instr for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
             yield OomVerdict(
                 ranks=part.ranks,
                 role=part.role,

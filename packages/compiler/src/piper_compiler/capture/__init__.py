@@ -3,6 +3,7 @@
 Only this folder of the compiler may import torch and piper_ops; of the compiler it imports nothing else.
 """
 
+from piper_compiler.capture._torch_context import check_autocast, check_context
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture
 from piper_compiler.capture.codegen import StepCode, compile_step
@@ -19,6 +20,8 @@ __all__ = [
     "StepCode",
     "built_model",
     "capture",
+    "check_autocast",
+    "check_context",
     "check_rows",
     "compile_step",
     "flatten_batch",

@@ -91,20 +91,19 @@ def mark_rows(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
-_CAPTURING = threading.RLock()
+CAPTURING = threading.RLock()
 """The lock that lets one capture run at a time: what it sets in torch and in user classes is set for all threads."""
 
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Set what a capture depends on in Dynamo, whatever the user has set."""
+    """Set what a capture depends on in Dynamo, whatever the user has set. Whoever captures holds `CAPTURING`."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
     try:
         with (
-            _CAPTURING,
             dynamo_config.patch(
                 automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, allow_rnn=True
             ),

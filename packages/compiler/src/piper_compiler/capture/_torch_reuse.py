@@ -10,8 +10,9 @@ model changes between two calls. And it calls two traces equal that differ in ke
    equal, and the same arguments are one tensor;
 2. each guard on what the trace read of its arguments holds for what stands there in the new ones, and numbers are of
    one type and sign;
-3. of the objects that it reads, the same ones are one object; tensors have the same sizes and dtypes, modules the same
-   class and hooks, and they and other objects the same names of attributes in the same order;
+3. of the objects that it reads, the same ones are one object, and what Dynamo had met in another place before stands
+   there: Dynamo guards an object only in the first place where it meets it; tensors have the same sizes and dtypes,
+   modules the same class and hooks, and they and other objects the same names of attributes in the same order;
 4. torch is in the same state (grad mode, autocast, default dtype, function modes), outside of other nested regions;
 5. nothing that existed before the capture changed since the trace, nor anything before that the trace reads of its
    arguments.
@@ -40,6 +41,7 @@ from torch._dynamo.variables import (
     invoke_subgraph,
 )
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.invoke_subgraph import InputTag
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._guards import ChainedSource
@@ -50,29 +52,65 @@ from piper_compiler.capture import _torch
 HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
 """The attributes of a module that hold its hooks: functions that run with its forward, its backward and its state."""
 
-EQUALITIES = frozenset({"BOOL_MATCH", "CONSTANT_MATCH", "DICT_KEYS_MATCH", "EQUALS_MATCH", "MAPPING_KEYS_CHECK"})
+EQUALITIES = frozenset(
+    {"BOOL_MATCH", "CONSTANT_MATCH", "CONSTANT_SUBCLASS_MATCH", "DICT_KEYS_MATCH", "EQUALS_MATCH", "MAPPING_KEYS_CHECK"}
+)
 """The guards that compare by ==, for which 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
 
-CONSTANTS = (int, float, complex, str, bytes, type(None))
-"""The kinds of values that are the same one where they are equal."""
+CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""The types of values that are the same one where they are equal. An enum of numbers is an object."""
 
 
 @contextmanager
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
     """Let Dynamo use traces again under the module's conditions. `tensors` are ids of the model's tensors."""
     reuse = _Reuse(frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph)
-    build = invoke_subgraph.build_reuse_condition
+    build, read = invoke_subgraph.build_reuse_condition, _Read()
 
     def condition(tx: Any, fingerprint: Any, sources: Any) -> Any:
-        return build(tx, fingerprint, OrderedSet([*sources, *_read_before(tx, frozenset(fingerprint.arg_sources))]))
+        return build(tx, fingerprint, read.with_earlier(tx, sources, frozenset(fingerprint.arg_sources) - {None}))
 
     with (
+        _torch.in_place(VariableBuilder, read.noted()),
         _torch.in_place(invoke_subgraph, {"build_reuse_condition": condition}),
         _torch.in_place(invoke_subgraph, reuse.functions()),
         _torch.in_place(higher_order_ops, {"are_same_graph_modules": lambda *graphs: False}),
         _torch.in_place(SideEffects, reuse.changes.counted()),
     ):
         yield
+
+
+class _Read:
+    """Note the sources of all that Dynamo reads.
+
+    Dynamo does not say whether a trace reads what the model had read before it.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[Any, None] = {}
+
+    def noted(self) -> dict[str, Callable[..., Any]]:
+        """Return a noting version of the method of VariableBuilder through which every read goes."""
+        build = VariableBuilder.__call__
+
+        def call(builder: VariableBuilder, value: Any) -> Any:
+            self._sources[builder.source] = None
+            return build(builder, value)
+
+        return {"__call__": call}
+
+    def with_earlier(self, tx: Any, sources: Iterable[Any], roots: frozenset[Any]) -> OrderedSet[Any]:
+        """Return the sources of a trace, those that were read of its arguments so far, and where Dynamo first met each.
+
+        The guards on an object, and on what it holds, are on the first of its sources alone.
+        """
+        guarded = (guard.originating_source for guard in tx.output.guards)
+        earlier = (source for source in (*guarded, *self._sources) if _depends(source, roots))
+        found = OrderedSet([*sources, *earlier])
+        met, known = tx.output.side_effects, dict[Any, Any]()
+        values = [_value(tx, source, known) for source in found if _depends(source, roots)]
+        firsts = [met[value].source for value in values if value in met]
+        return OrderedSet([*found, *(first for first in firsts if first is not None)])
 
 
 class _Changes:
@@ -297,16 +335,6 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
     return True
 
 
-def _read_before(tx: Any, roots: frozenset[Any]) -> Iterator[Any]:
-    """Yield the sources that were read of the arguments so far.
-
-    Dynamo does not say whether a trace reads what the model had read before it.
-    """
-    for guard in tx.output.guards:
-        if _depends(guard.originating_source, roots - {None}):
-            yield guard.originating_source
-
-
 def _arguments(fingerprint: Any) -> tuple[Any, ...]:
     """Return what a trace depends on in a call's arguments without a guard; it is equal for calls that are alike."""
     nodes: dict[fx.Node, int] = {}
@@ -336,7 +364,7 @@ def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) ->
     kept = [values(source) for source in reads]  # alive, so that ids are theirs
     given = [values(source) for source in arguments if source is not None]
     kept += (inner for module in given if isinstance(module, nn.Module) for inner in module.modules())
-    return tuple(None if isinstance(v, CONSTANTS) else (seen.setdefault(id(v), len(seen)), _facts(v)) for v in kept)
+    return tuple(None if type(v) in CONSTANTS else (seen.setdefault(id(v), len(seen)), _facts(v)) for v in kept)
 
 
 def _facts(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx, nn
 
+from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec, check_rows
@@ -66,15 +67,15 @@ def capture(
             in-place changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered
             kernels, and chunks whose sizes are not affine in the rows.
     """
-    casts = Casts(dtype, reduce, keep or {})
-    forward = capture_forward(model, batch, loss, casts, most)
-    check_steady(forward)
-    for rows in TRACE_ROWS[0]:
-        check_rows(forward, rows)
-    pieces = cut(forward)
-    changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
-    check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-    return _Assembly(forward, pieces, reduce).captured()
+    with _torch.CAPTURING:
+        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most)
+        check_steady(forward)
+        for rows in TRACE_ROWS[0]:
+            check_rows(forward, rows)
+        pieces = cut(forward)
+        changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
+        check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
+        return _Assembly(forward, pieces, reduce).captured()
 
 
 class _Assembly:
@@ -133,7 +134,8 @@ class _Assembly:
         outputs = tuple(
             Output(r.kind, o.spec, r.name, o.needs_grad, r.varies) for r, o in zip(piece.results, body.outputs, strict=True)
         )
-        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, body.ports, body.steps, code, body.random)
+        shared = body.ports, body.steps, code, body.random, piece.opaque
+        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, *shared)
 
     def _fit(self, code: str, piece: Piece, specs: Sequence[TensorSpec]) -> Chunk:
         """Return a chunk with everything that all chunks with this code share."""

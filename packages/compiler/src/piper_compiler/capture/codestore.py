@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_context import check_context
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
@@ -90,6 +91,7 @@ class CodeStore:
             raise CaptureError(f"a microbatch has {rows} rows on one device; it needs at least one")
         found = self._traced.get((code, rows))
         if found is None:
+            check_context()
             found = self._traced[code, rows] = self._recipes[code].trace(rows)
         return found
 

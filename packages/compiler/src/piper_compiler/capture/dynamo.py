@@ -172,12 +172,13 @@ def capture_forward(
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
     casts = casts or Casts()
-    module = fake_model(model, _torch.fake_cpu(), casts)
-    inputs, targets = check_batch(batch, EXAMPLE_ROWS, casts, most)
-    state = KeptState({"model": module, "loss": loss}, step.__globals__)
-    calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
-    first = calls.trace()
-    return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
+    with _torch.CAPTURING:
+        module = fake_model(model, _torch.fake_cpu(), casts)
+        inputs, targets = check_batch(batch, EXAMPLE_ROWS, casts, most)
+        state = KeptState({"model": module, "loss": loss}, step.__globals__)
+        calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
+        first = calls.trace()
+        return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
 
 
 @dataclass

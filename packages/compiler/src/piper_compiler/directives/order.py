@@ -93,6 +93,8 @@ class Order:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the terms as tuples: an order has thousands of selections, and searches send it to workers."""
+        if type(self) is not Order:  # what a user's class holds beside is not known here
+            return _bare, (type(self),), vars(self)
         return _order, (tuple([s.terms for s in self.selections]), self.missing, self.overlaps, self.site)
 
     def __str__(self) -> str:
@@ -224,6 +226,10 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
 
 def _each(graph: Graph, places: Iterable[At]) -> list[Node]:
     return [in_mbs(node, mbs_of((mb,)) if mb >= 0 else None) for id, mb in places if (node := graph.at((id, mb)))]
+
+
+def _bare(kind: type[Order]) -> Order:
+    return object.__new__(kind)
 
 
 def _order(terms: Iterable[Any], missing: Literal["error", "skip"], overlaps: tuple[tuple[int, int], ...], site: str) -> Order:

@@ -14,7 +14,7 @@ from piper_ir.errors import CompileError
 from piper_ir.graph import Coord, Editor, Replication
 from piper_ir.graph_parts import compute_id
 from piper_ir.plan import Bucket, Channel
-from piper_ir.program import Param, Program
+from piper_ir.program import Chunk, Param, Program
 from piper_ir.sizes import ITEM_BYTES, bind
 
 ALIGN_BYTES = 256
@@ -56,6 +56,8 @@ def make_buckets(edit: Editor, training: Training) -> None:
     exceed its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
     """
     held = holders(edit, edit.graph.program)
+    if training.whole:
+        _check_whole(edit, training.whole)
     open_: dict[_Kind, list[Param]] = {}
     filled: dict[_Kind, int] = {}
     made: list[tuple[_Kind, list[Param]]] = []
@@ -78,6 +80,26 @@ def make_buckets(edit: Editor, training: Training) -> None:
         _add(edit, f"bucket{number}", key, members)
 
 
+def _check_whole(edit: Editor, optimizer: str) -> None:
+    """Raise CompileError where ranks share the states of an optimizer that needs whole parameters."""
+    sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
+    if sharing is not None:
+        raise CompileError(
+            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part of every "
+            f"parameter, and {optimizer} works on whole parameters here; use SGD, Adam or AdamW, or zero=0"
+        )
+
+
+def _check_opaque(edit: Editor, chunk: Chunk, policy: Replication) -> None:
+    """Raise CompileError where autograd would keep gathered parameters between forward and backward, beyond the plan."""
+    if chunk.opaque and policy.shard.params and any(i.kind == "param" for i in chunk.inputs):
+        raise CompileError(
+            f"{edit.graph.log[policy.applied]}: {chunk.id} is an opaque region, whose parameters autograd keeps from forward to "
+            "backward, so they cannot be gathered for each; replicate it by zero=2, which shares all other states",
+            (chunk.id,),
+        )
+
+
 def _shared(policy: Replication) -> Replication:
     """Return a policy without the facts in which the parameters of a bucket may differ."""
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
@@ -93,6 +115,7 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
     out: dict[str, tuple[Replication, Coord | None]] = {}
     for chunk in reversed(edit.graph.program.chunks):
         policy = edit.replication.get(chunk.id, none)
+        _check_opaque(edit, chunk, policy)
         names = trains(chunk)
         stage = edit.families[compute_id(chunk.id, "F")][0].coords.get("stage") if names else None
         for name in reversed(names):

@@ -15,7 +15,7 @@ from piper_compiler.passes.fuse import Tasks
 from piper_compiler.passes.positions import Positions
 from piper_compiler.passes.walk_order import Walks
 from piper_ir.graph import Graph
-from piper_ir.ops import COMM
+from piper_ir.ops import COMM, op_name
 from piper_ir.plan import COMPUTE
 from piper_ir.timing import IssueOrder, Prepared, grouped, with_waits
 
@@ -186,7 +186,7 @@ def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: lis
 
     def label(first: int, k: int) -> str:
         i = ran[first + k][0]
-        return f"{deps.name(i)} ({type(deps.node(i).op).__name__})"
+        return f"{deps.name(i)} ({op_name(deps.node(i).op)})"
 
     return [
         IssueOrder(role, streams[a:b], channels[a:b], partial(label, a))

@@ -17,7 +17,7 @@ import numpy as np
 from piper_compiler.passes.arrays import NEVER, Ints
 from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
-from piper_ir.graph import Graph
+from piper_ir.graph import Graph, Node
 from piper_ir.ops import Collective, Recv
 from piper_ir.sizes import bind
 
@@ -45,7 +45,7 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     order = np.lexsort((c.place[nodes], meets, c.role[nodes]))
     nodes, receive = nodes[order], receive[order]
     early = c.each(_early(graph, deps, recv_ahead))[nodes]
-    patient = c.each(isinstance(n.op, Collective) and not _gathers(n.op) for n in deps.nodes)[nodes] > 0
+    patient = c.each(isinstance(n.op, Collective) and not _urgent(n, n.op) for n in deps.nodes)[nodes] > 0
 
     reader, need = np.full(len(c.of), NEVER), np.full(len(c.of), -1)
     read = c.comm[c.source] & ~c.comm[c.target]
@@ -63,9 +63,9 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     return Positions(nodes, wanted, counts)
 
 
-def _gathers(op: Collective) -> bool:
+def _urgent(node: Node, op: Collective) -> bool:
     """Return whether compute soon needs what a collective writes, unlike what is reduced for the end of the step."""
-    return op.law.state == "param"
+    return op.law.state == "param" or (bool(node.writes) and not op.law.in_place)
 
 
 def _slices(counts: Ints) -> list[slice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from piper_compiler.directives import Boundaries, Directive, order, partition, place, replicate, split
 from piper_compiler.recipes.registry import recipe
@@ -60,13 +60,15 @@ def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 
 
 def data_parallel(
-    *, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = ""
-) -> tuple[Directive, ...]:
-    """Replicate the whole model over mesh axes, with gradients summed in buckets.
+    *, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = "",
+    shard: Mapping[str, tuple[str, ...]] | None = None, resident_mb: float | str = 0, reduced_mb: float | str = 0,
+    prefetch: int = 1, gather: str = "",
+) -> tuple[Directive, ...]:  # fmt: skip
+    """Replicate the whole model over mesh axes, with gradients summed in buckets; see `replicate` for the arguments.
 
     It composes with a pipeline recipe written before it.
     """
-    return (replicate(where(), over=over, zero=zero, bucket_mb=bucket_mb, reduce=reduce),)
+    return (replicate(where(), over, zero, bucket_mb, reduce, shard, resident_mb, reduced_mb, prefetch, gather),)
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:

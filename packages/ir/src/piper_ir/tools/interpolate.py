@@ -14,21 +14,26 @@ Times are close to a + b x. Continued by a factor of 2 from two points that are 
 """
 
 Points = Sequence[tuple[int, float]]
-"""The measured points (x, y) with ascending positive x and y >= 0."""
+"""The measured points (x, y) with ascending x >= 0 and y >= 0. A point at 0 stands for itself: no line leads there."""
 
 
 def log_log(points: Points, x: int) -> float | None:
     """Return y at x: that of a point, or that on the line through the two nearest points.
 
-    The result is None beyond REACH, and where there are no two points.
+    The result is None beyond REACH, where there are no two points, and where their line leads out of all numbers.
     """
     k = bisect_left(points, x, key=lambda p: p[0])
     if k < len(points) and points[k][0] == x:
         return points[k][1]
+    if points and points[0][0] == 0:
+        points, k = points[1:], k - 1
     if len(points) < 2 or not points[0][0] / REACH <= x <= points[-1][0] * REACH:
         return None
     k = min(max(k, 1), len(points) - 1)
-    return _line(points[k - 1], points[k], x)
+    try:
+        return _line(points[k - 1], points[k], x)
+    except OverflowError:  # from points that are nearer to each other than their noise
+        return None
 
 
 def within(points: Points, x: int) -> bool:

@@ -277,10 +277,12 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
 def alike(plan: Plan, program: Sequence[Instr]) -> Sequence[int]:
     """Return a number for each instruction of a program, equal for those that are the same but for their microbatch.
 
-    Their values have the same sizes then: those of the table, unless the plan says something else of its values.
+    Their values have the same sizes then: those of the table, unless the plan says something else of its values. Their
+    microbatches are the plan's, unless it says another number of them than the table.
     """
     if isinstance(program, InstrTable) and isinstance(plan.kinds, TableKinds) and plan.kinds.are_of(program):
-        return program.alike
+        if program.values.count == plan.microbatches:
+            return program.alike
     return range(len(program))
 
 

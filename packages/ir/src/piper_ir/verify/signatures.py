@@ -9,7 +9,7 @@ from piper_ir.errors import PlanError
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Category, Part, is_state
 from piper_ir.program import Chunk
-from piper_ir.sizes import TensorSpec
+from piper_ir.sizes import ITEM_BYTES, TensorSpec
 from piper_ir.verify.rules import Findings
 
 
@@ -69,6 +69,8 @@ class Signatures:
         match op:
             case Load(tensor=tensor):
                 return [], [self._batch[tensor]]
+            case Seed(dtype=dtype) | Zeros(dtype=dtype) | SquaredNorm(dtype=dtype) if dtype not in ITEM_BYTES:
+                raise PlanError(f"there is no dtype {dtype}; one of {', '.join(ITEM_BYTES)} is expected")
             case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
                 return [], [TensorSpec(first[0].shape, dtype)]
             case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):

@@ -158,6 +158,10 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
         missing = [a for a in open_axes if a not in bucket.over]
         if missing:
             return f"role {name} is replicated along {', '.join(missing)}, the bucket along {', '.join(bucket.over) or 'nothing'}"
+    alone = [a for a in bucket.over if plan.mesh.size(a) > 1 and a not in plan.replicated]
+    if alone:
+        along = ", ".join(plan.replicated) or "none"
+        return f"it adds gradients along {', '.join(alone)}, and rows are shared out along {along}"
     over = tuple(a for a in bucket.over if a not in bucket.shard.optim)
     several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in over)
     if not bucket.channel:

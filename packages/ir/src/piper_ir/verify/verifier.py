@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from piper_ir.errors import PlanError
-from piper_ir.memory import peak
+from piper_ir.memory import peaks_by_names
 from piper_ir.plan import Plan
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.dataflow import check_dataflow
@@ -73,8 +73,8 @@ def _check_use(findings: Findings) -> None:
 
 def _check_memory(findings: Findings) -> None:
     """Check R28."""
-    for role in findings.plan.roles:
-        usage = peak(findings.plan, role)
+    plan = findings.plan
+    for role, usage in zip(plan.roles, peaks_by_names(plan, findings.kinds), strict=True):
         stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))
         scanned = (usage.total, usage.instr, dict(usage.bytes))
         if stated != scanned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -181,7 +182,7 @@ def _check_address(ray: Any, address: str, wording: RayWording) -> None:
 def _problem(ray: Any, address: str) -> str | None:
     """Return why an address cannot be Ray's, before `ray.init`, which takes minutes to give up."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    if not colon or not host or not re.fullmatch(r"\d{1,5}", port, re.ASCII):
         return "an address looks like HOST:PORT"
     # Ray takes localhost for the machine's own address, on which alone it may listen.
     hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1") else [host]

@@ -32,6 +32,9 @@ class KeyPath:
         return ClusterError(f"{self.file}: {'.'.join(self.keys)}{': ' if self.keys else ''}{message}")
 
 
+MOST_BITS = 1024
+"""The bits of the largest finite float; integers of more are not written out."""
+
 Check = Callable[[Any, KeyPath], Any]
 
 
@@ -118,11 +121,26 @@ def number(*, whole: bool, least: float, above: bool) -> Check:
 
     def check(value: Any, where: KeyPath) -> Any:
         right = isinstance(value, int) or (isinstance(value, float) and not whole)
-        if not right or isinstance(value, bool) or not math.isfinite(value) or not (value > least if above else value >= least):
-            raise where.error(f"{value!r} stands here; {needed} is needed")
+        if not right or isinstance(value, bool) or not is_finite(value) or not (value > least if above else value >= least):
+            raise where.error(f"{shown(value)} stands here; {needed} is needed")
         return value
 
     return check
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a number is finite also as a float, which integers of hundreds of digits are not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it; Python writes no integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 POSITIVE = number(whole=False, least=0, above=True)

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from piper_ir.errors import ClusterError
 from piper_ir.limits import MOST_RANKS
-from piper_simulator.cluster.checks import COUNT, Count, Factor, KeyPath, check_fields
+from piper_simulator.cluster.checks import COUNT, INDEX, Count, Factor, KeyPath, check_fields
 from piper_simulator.cluster.device import CPU, Device
 from piper_simulator.cluster.network import Links, Network
 
@@ -27,6 +27,16 @@ class NodeKind:
     def cluster(self, *, nodes: int = 1, per_node: int = 1) -> Cluster:
         """Return a cluster of this type alone."""
         return Cluster(((nodes, self.device),), Network((self.links,)), per_node)
+
+
+def _check_nodes(nodes: object, where: KeyPath) -> None:
+    """Raise a ClusterError unless these are runs of nodes."""
+    needed = "a tuple of runs of nodes, each (how many, piper.Device), is needed"
+    if not isinstance(nodes, tuple | list):
+        raise where.error(f"a {type(nodes).__name__} stands here; {needed}")
+    for k, run in enumerate(nodes):
+        if not isinstance(run, tuple | list) or len(run) != 2 or not isinstance(run[1], Device):
+            raise where.item(k).error(f"a {type(run).__name__} that is none stands here; {needed}")
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,12 @@ class Cluster:
     label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        _check_nodes(self.nodes, KeyPath(f"cluster {self.label}".rstrip()).at("nodes"))
         who = f"cluster {self.label or (self.nodes[0][1].name if self.nodes else 'without nodes')}"
-        check_fields(self, who)
         where = KeyPath(who)
+        if not isinstance(self.network, Network):
+            raise where.at("network").error(f"a {type(self.network).__name__} stands here; a piper.Network is needed")
+        check_fields(self, who)
         if not self.nodes:
             raise where.at("nodes").error("none stand here; at least one is needed")
         for k, (count, device) in enumerate(self.nodes):
@@ -71,6 +84,7 @@ class Cluster:
     def _check_slow(self, where: KeyPath) -> None:
         """Raise a ClusterError for a slow rank or link that does not exist, or that is listed twice."""
         for rank in self.slow_ranks:
+            INDEX(rank, where.at("slow_ranks"))
             if not 0 <= rank < self.devices:
                 raise where.at("slow_ranks").error(f"rank {rank} is not there; the ranks are 0 to {self.devices - 1}")
         seen = set()

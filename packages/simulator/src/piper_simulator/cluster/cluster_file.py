@@ -277,7 +277,7 @@ def _message(line: str, where: str) -> CommDuration:
 def _number(cell: str) -> Any:
     """Return a cell as a number if it is one, else its text."""
     try:
-        return int(cell) if cell.strip().isdigit() else float(cell)
+        return int(cell) if cell.strip().isdecimal() else float(cell)
     except ValueError:
         return cell
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from piper_ir.errors import ClusterError
+from piper_ir.limits import MOST_RANKS
 from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.cluster_file import read_cluster
 from piper_simulator.cluster.device import CPU, Device
@@ -48,6 +49,8 @@ PRODUCTS = {
 }
 """The names of devices in clusters, by their names in the driver."""
 FILES = (".toml", ".json")
+MOST_DIGITS, KEPT = 18, 40
+"""The digits of a count in a name, and the characters of a name with more of them that a message repeats."""
 _LOCAL = _built_in(CPU)
 
 
@@ -122,6 +125,10 @@ def load_cluster(name: str | Path) -> Cluster:
 
     Raises ClusterError for an unknown name, with all known ones, and for a file that is not right, with its keys.
     """
+    if not isinstance(name, str | Path):
+        raise ClusterError(
+            f"a {type(name).__name__} names no cluster; a name such as h100x8, or the path of a cluster file, is needed"
+        )
     if isinstance(name, Path) or name.strip().lower().endswith(FILES):
         return read_cluster(Path(name), DEVICES)
     text = name.strip().lower()
@@ -145,5 +152,8 @@ def _nodes(text: str, stack: str) -> Cluster | None:
     device = ALIASES.get(match[1], match[1]) if match is not None else ""
     if match is None or device not in DEVICES:
         return None
-    found = DEVICES[device].cluster(per_node=int(match[2]), nodes=int(match[3] or 1))
+    counts = (match[2], match[3] or "1")
+    if any(len(count) > MOST_DIGITS for count in counts):
+        raise ClusterError(f"cluster {text[:KEPT]}...: at most {MOST_RANKS} devices are accepted")
+    found = DEVICES[device].cluster(per_node=int(counts[0]), nodes=int(counts[1]))
     return found.each_device(lambda device: replace(device, stack=STACKS.get(stack)))

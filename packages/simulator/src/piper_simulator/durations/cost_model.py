@@ -8,10 +8,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from piper_ir.costs import Costs
-from piper_ir.errors import ClusterError
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
@@ -38,11 +37,18 @@ class CostModel(Protocol):
     Attributes:
         issue_s: host seconds per instruction, beside the device.
         uniform: whether an instruction's duration depends neither on its position in its role's program nor on its
-            microbatch. A search then asks once for all equal microbatches, which is faster.
+            microbatch. A search then asks once for all equal microbatches, which is faster. Piper's own model says True
+            on most clusters, and so does a class that inherits from it, unless it sets False again.
+        bounds_steps: whether a search may ask for single steps before there is a plan, to leave out candidates that are
+            too slow. The attribute of the class, or of the function that makes models, counts. It promises three
+            things: the model can be made of a plan that has chunks only, and no roles; `work` answers there, for a role
+            without a name or program, at rank 0; and in a plan no instruction takes less than its steps alone do there.
+            It is not inherited from Piper's own model.
     """
 
     issue_s: float = 0.0
     uniform: bool = False
+    bounds_steps: ClassVar[bool] = False
 
     @abstractmethod
     def work(self, role: RolePlan, instr: Instr) -> Work:
@@ -59,17 +65,6 @@ CostModelFactory = Callable[[Plan, Cluster | None, Costs | None], CostModel]
 
 The plan may have more roles than the user's: ranks that differ are apart (`piper_simulator.times.splitting`).
 """
-
-
-def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory: CostModelFactory) -> CostModel:
-    """Return the cost model of a plan; raise ClusterError when it has more ranks than the cluster has devices."""
-    if cluster is not None and plan.mesh.world > cluster.devices:
-        world = plan.mesh.world
-        raise ClusterError(
-            f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at least "
-            f"{world}, or use a smaller mesh"
-        )
-    return factory(plan, cluster, costs)
 
 
 def given_only(plan: Plan) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from piper_ir.errors import PlanError
 from piper_simulator.explanation.causes import Cause
 from piper_simulator.explanation.why import Why
 
@@ -55,7 +56,13 @@ def _row(difference: StepDifference) -> dict[str, Any]:
 
 
 def compare(a: Why, b: Why) -> Comparison:
-    """Return where the change from a to b arises; the plans may differ in everything, and stages match by number."""
+    """Return where the change from a to b arises; the plans may differ in everything, and stages match by number.
+
+    Raises PlanError unless both are what `why` returns.
+    """
+    for given in (a, b):
+        if not isinstance(given, Why):
+            raise PlanError(f"compare: a {type(given).__name__} was given; two results of piper.why are needed")
     return Comparison(
         StepDifference("step", a.step_s, b.step_s),
         _differences(_by(a.path_by_owner), _by(b.path_by_owner)),

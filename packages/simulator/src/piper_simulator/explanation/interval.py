@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from piper_ir.costs import Costs, Duration
-from piper_simulator.durations.cost_model import model_for
+from piper_simulator.durations.checked import model_for
 from piper_simulator.explanation.whatif import Case
 
 SIGMAS = 1.4826

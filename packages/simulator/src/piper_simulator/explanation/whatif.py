@@ -15,7 +15,8 @@ from piper_ir.timing import Prepared, Times, prepare, sweep
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.network import Links
-from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, model_for
+from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, step_alone

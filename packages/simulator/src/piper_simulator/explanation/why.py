@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
+from piper_ir.keywords import checked_call
 from piper_ir.memory import peak
 from piper_ir.plan import Plan
 from piper_ir.tools import no_garbage_collection
@@ -183,9 +185,10 @@ class Why:
         return {"owner": owner.text, **asdict(owner), "seconds": seconds}
 
 
+@checked_call(PlanError)
 def why(
     plan: Plan,
-    cluster: str | Cluster | None = None,
+    cluster: str | Path | Cluster | None = None,
     *,
     costs: Costs | None = None,
     contention: bool = True,
@@ -194,12 +197,11 @@ def why(
     seed: int = 0,
 ) -> Why:
     """Explain the step of a plan; arguments and errors are as in `simulate`, `draws` and `seed` as in `interval`."""
-    if draws < 1:
-        raise PlanError(f"why(draws={draws}): at least one draw is needed")
+    if type(draws) is not int or draws < 1:
+        raise PlanError(f"why(draws={draws!r}): at least one draw is needed, as an integer")
     with no_garbage_collection():
-        case = Case(
-            plan, load_cluster(cluster) if isinstance(cluster, str) else cluster, costs, contention=contention, model=model
-        )
+        target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+        case = Case(plan, target, costs, contention=contention, model=model)
         chains = Chains(case.prepared, case.times, latency=plan.hop, issue=case.issue)
         gaps = idle_gaps(case.prepared, case.times, chains)
         counted = plan if case.cluster is None else replace(plan, device=device_type(case.cluster))

@@ -1,0 +1,214 @@
+"""Plans whose ranks share parameters, gradients and optimizer states, against one device, and their memory to the byte."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+import piper
+from piper_compiler import Strategy, recipes, replicate
+from piper_ir.errors import CompileError
+from piper_ir.memory import with_peaks
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Collective, Compute
+from piper_ir.plan import Part, Plan
+from piper_ir.select import where
+from piper_ir.text import format_plan, parse_plan
+from piper_ir.verify import check, verify
+from piper_runtime.rank import rank as ranks
+from tests import compositions, parity
+from tests.compositions import PIPELINES, Composition, fitted
+from tests.test_memory_truth import lies
+
+MODELS = ("gpt", "llama", "skip", "slices", "gpt_dropout", "frozen", "opaque", "branches", "custom_op", "gpt_untied")
+"""Tied and untied weights, weighted losses, dropout, frozen and opaque parts, and values that skip stages."""
+ROOMS = (0, 0.003, "step")
+"""What may stay gathered, in MiB: nothing, some of a model's 30 KiB, all."""
+
+
+def drawn(seed: int) -> Composition:
+    """Draw a composition whose ranks share states."""
+    rng = Random(seed)
+    schedule = rng.choice(("default", "1f1b", "gpipe", "random", "random", *PIPELINES))
+    dp = rng.choice((2, 2, 2, 4))
+    optimizer = rng.choice(("sgd", "adamw"))
+    model = rng.choice(MODELS)
+    return fitted(
+        Composition(
+            model, pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
+            placement=rng.choice(("recipe", "v", "shared", "random")) if schedule == "random" else "recipe",
+            backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
+            overlap=schedule == "random" and rng.random() < 0.5, rows=1 if dp == 4 else 2, optimizer=optimizer,
+            clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
+            zero=rng.choice((1, 2, 2) if model == "opaque" else (1, 2, 3, 3)), resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
+            prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8,
+        )
+    )  # fmt: skip
+
+
+def judge(c: Composition, **options: Any) -> None:
+    """Compile, verify, run for three steps with its memory measured in the second, and compare."""
+    plan = compositions.compiled(c).plan
+    verify(plan)
+    run = compositions.run(c, plan, memory=True, **options)
+    parity.assert_parity(run, compositions.expected(c), label=repr(c))
+    found = lies(plan, dict(run.memory))
+    assert not found, "\n".join([repr(c), *found[:6]])
+
+
+def numbers(seeds: range, quick: int) -> list[Any]:
+    return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= quick)) for seed in seeds]
+
+
+@pytest.mark.parametrize("seed", numbers(range(2000), 60))
+def test_shared_states_train_what_one_device_trains(seed: int) -> None:
+    judge(drawn(seed))
+
+
+def test_parameters_of_opaque_regions_are_not_shared() -> None:
+    with pytest.raises(CompileError, match=r"zero=3.* is an opaque region, whose parameters autograd keeps.*zero=2"):
+        compositions.compiled(Composition("opaque", dp=2, microbatches=2, zero=3))
+
+
+CASE = Composition("gpt", pp=2, dp=2, microbatches=4, schedule="1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=3)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_processes_compute_and_hold_the_same(zero: int, schedule: str, pool: Any) -> None:
+    judge(replace(CASE, model="deep", zero=zero, schedule=schedule), launcher="processes", pool=pool)
+
+
+def test_the_text_of_a_plan_says_everything() -> None:
+    plan = compositions.compiled(CASE).plan
+    text = format_plan(plan)
+    assert parse_plan(text) == plan and " holding " in text and " Fresh " in text and " Fold " in text
+
+
+def parts(plan: Plan, role: str) -> list[Part]:
+    return [part for instr in plan.role(role).program for part in instr.parts]
+
+
+def gathers(plan: Plan, role: str) -> Counter[str]:
+    return Counter(p.op.bucket for p in parts(plan, role) if isinstance(p.op, Collective) and p.op.kind == "all_gather")
+
+
+def scatters(plan: Plan, role: str) -> int:
+    return sum(isinstance(p.op, Collective) and p.op.kind == "reduce_scatter" for p in parts(plan, role))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_is_kept_for_the_step_is_gathered_and_scattered_once(zero: int) -> None:
+    plan = compositions.compiled(replace(CASE, zero=zero, resident_mb="step", reduced_mb="step")).plan
+    for role in plan.roles:
+        held = {b.id for b in plan.buckets if role.role in b.roles}
+        assert gathers(plan, role.role) == Counter(held)
+        assert scatters(plan, role.role) == len(held)
+
+
+def test_gpipe_gathers_twice_per_microbatch_and_scatters_once() -> None:
+    """Without room, every F and every B needs its bucket anew, but where two uses of a bucket follow each other."""
+    c = replace(CASE, model="gpt_untied", optimizer="sgd", schedule="gpipe", bucket_mb=25)
+    plan = compositions.compiled(c).plan
+    for role in plan.roles:
+        assert len({b.id for b in plan.buckets if role.role in b.roles}) == 1
+        assert sum(gathers(plan, role.role).values()) == 1  # one bucket is all that the role uses, one use after the other
+    plan = compositions.compiled(replace(c, bucket_mb=0.0001)).plan  # a bucket per parameter
+    reads = Counter(b for p in parts(plan, "pp0") for b in _read(plan, p))
+    found = gathers(plan, "pp0")
+    assert found.keys() == reads.keys() and all(c.microbatches <= found[b] <= reads[b] for b in found)
+
+
+def _read(plan: Plan, part: Part) -> set[str]:
+    gathered = {
+        p.writes[0]: p.op.bucket for p in parts(plan, "pp0") if isinstance(p.op, Collective) and p.op.kind == "all_gather"
+    }
+    return {gathered[v] for v in part.held if v in gathered}
+
+
+def test_no_weight_gradient_waits_for_a_gather() -> None:
+    plan = compositions.compiled(replace(CASE, model="deep", schedule="zbv")).plan
+    for role in plan.roles:
+        weights = [p for p in parts(plan, role.role) if isinstance(p.op, Compute) and p.op.step == "W"]
+        gathered = {p.writes[0] for p in parts(plan, role.role) if isinstance(p.op, Collective) and p.op.kind == "all_gather"}
+        assert weights and not any(gathered & set(p.held) for p in weights)
+
+
+def test_each_level_shares_one_more_state() -> None:
+    case = replace(CASE, dp=4, rows=1, microbatches=2, bucket_mb=0.01, optimizer="sgd", clip=None)
+    plans = [compositions.compiled(replace(case, zero=zero)).plan for zero in range(4)]
+    whole = _bytes_by_state(plans[1], 4)
+    for zero, plan in enumerate(plans[1:], 1):
+        shared = ("optim", "grad", "param")[:zero]
+        assert _bytes_by_state(plan, 1) == {kind: whole[kind] // (4 if kind in shared else 1) for kind in whole}
+    assert plans[3].roles[0].peak_bytes < plans[0].roles[0].peak_bytes
+
+
+def _bytes_by_state(plan: Plan, sharers: int) -> dict[str, int]:
+    """Return the bytes of each kind of state of the first role, where `sharers` ranks share the optimizer's."""
+    out: Counter[str] = Counter()
+    for state in plan.roles[0].states:
+        out[state.category] += state.nbytes * (sharers if state.category == "optim" else 1)
+    return dict(out)
+
+
+def test_an_optimizer_of_whole_parameters_is_refused() -> None:
+    with pytest.raises(CompileError, match=r"zero=3.*RMSprop works on whole parameters here; use SGD, Adam or AdamW"):
+        compositions.compiled(replace(CASE, optimizer="rmsprop", clip=None))
+
+
+def test_replicas_of_sharers_keep_the_same_parts() -> None:
+    """Two axes: states are shared along one, and what is kept is summed along the other."""
+    program = compositions.captured("gpt").program
+    directives = (
+        *recipes.one_f_one_b(pp=2, microbatches=2),
+        replicate(where(), over=("dp", "rep"), shard=SHARED, bucket_mb=0.002),
+    )
+    c = Composition("gpt", pp=2, dp=4, microbatches=2, schedule="1f1b", optimizer="adamw", clip=0.05, rows=1)
+    made = piper.compile(compositions.job_of(c), Strategy(Mesh(pp=2, dp=2, rep=2), directives))
+    verify(made.plan)
+    assert program.params and {b.channel for b in made.plan.buckets} and all(b.shard.grads == ("dp",) for b in made.plan.buckets)
+    run = compositions.run(c, made.plan, memory=True)
+    parity.assert_parity(run, compositions.expected(c))
+    assert not lies(made.plan, dict(run.memory))
+
+
+SHARED = {"params": ("dp",), "grads": ("dp",), "optim": ("dp",)}
+
+
+@contextmanager
+def bound_otherwise(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[None]:
+    with monkeypatch.context() as m:
+        m.setattr(ranks.Rank, "binder", replace(ranks.Rank.binder, **changes))
+        yield
+
+
+def test_a_gathered_buffer_that_lives_on_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = compositions.compiled(CASE).plan
+    kept: list[Any] = []
+
+    def keep(part: Part, rank: Any) -> Any:
+        run = ranks.bind_part(part, rank)
+        if not part.held or kept:
+            return run
+        return lambda: (kept.append(rank.store.values[part.held[0]]), run())
+
+    with bound_otherwise(monkeypatch, part=keep):
+        run = compositions.run(CASE, plan, memory=True)
+    assert lies(plan, dict(run.memory))
+
+
+def test_a_step_of_whole_parameters_follows_their_gather() -> None:
+    plan = compositions.compiled(replace(CASE, zero=1)).plan
+    role = plan.roles[0]
+    stream = next(instr.stream for instr in role.program if instr.comm and "gather" in instr.name)
+    program = tuple(replace(i, waits=tuple(w for w in i.waits if w[0] != stream)) for i in role.program)
+    found = check(with_peaks(replace(plan, roles=(replace(role, program=program), *plan.roles[1:]))))
+    assert any(v.rule == "R31-gathered" and re.search("without waiting for its gather", v.message) for v in found)
