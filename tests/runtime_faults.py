@@ -167,7 +167,8 @@ def _no_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
 
 def _narrow_sums(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     """Gradients are summed in bfloat16."""
-    return _rounded(bind(part, rank), [t for t in _accumulators(part, rank).values() if _mixed(rank)])
+    run = bind(part, rank)
+    return _rounded(run, list(_accumulators(part, rank).values())) if _mixed(rank) else run
 
 
 def _narrow_reduction(part: Part, rank: RankState, bind: BindOperand) -> Operand:
