@@ -17,6 +17,7 @@ from piper import Job, Mesh, Precision, Strategy, models
 from piper.api.capturing import captured_job
 from piper_ir.errors import CaptureError, JobError
 from piper_ir.plan import Plan
+from piper_ir.text import format_plan, parse_plan
 from piper_ir.verify import check
 from tests import parity
 
@@ -229,3 +230,27 @@ def test_jobs_of_models_compute_in_bfloat16_and_update_in_float32(size: str) -> 
     assert all("router" in name for name in wide) and bool(wide) == (size == "moe")
     assert models.job(config, global_batch=4, precision="float64").precision == Precision(params="float64")
     assert models.job(config, global_batch=4, precision=BF16).precision is BF16
+
+
+class Fixed(nn.Module):
+    """A product with a table that is not cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("table", torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x @ self.table)
+        return out
+
+
+def test_a_buffer_that_meets_activations_in_another_dtype_is_said_to_be_cast() -> None:
+    said = r"mm\.default multiplies tensors of bfloat16 and float32 at .*self\.table\).*Cast where they meet: self\.table\.to"
+    with pytest.raises(CaptureError, match=said):
+        captured_job(job(model=Fixed))
+
+
+def test_a_plan_with_masters_is_written_and_read() -> None:
+    plan = plan_of(job(KEPT), dp=2)
+    assert parse_plan(format_plan(plan)).key == plan.key

@@ -11,6 +11,13 @@ from torch import Tensor
 
 from piper_ir.errors import CaptureError
 
+CASTS = (
+    "Parameters and floating-point tensors of the batch have the dtype of Job.precision, and buffers the one that the model "
+    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the result .to(x.dtype); "
+    "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
+)
+"""The advice where floating-point tensors of different dtypes meet."""
+
 
 @dataclass(frozen=True)
 class Casts:

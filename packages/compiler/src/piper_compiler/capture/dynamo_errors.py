@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
 from piper_ir.errors import CaptureError
 from piper_ops import REFUSALS, is_model_code
@@ -19,11 +20,6 @@ FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]
 
 DTYPES_DIFFER = re.compile(r"same dtype|same data ?type|to match query|expected scalar type|but got: \w*(Float|BFloat16|Double)")
 """A pattern for the reasons of torch when two tensors of an operation have different floating-point dtypes."""
-CASTS = (
-    "Parameters and floating-point tensors of the batch have the dtype of Job.precision, and buffers the one that the model "
-    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the result .to(x.dtype); "
-    "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
-)
 CUSTOM_OP = (
     "A custom op needs an implementation of its shapes and a gradient:\n"
     "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"

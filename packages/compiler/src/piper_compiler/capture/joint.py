@@ -17,8 +17,9 @@ import torch
 import torch.fx.traceback
 from torch import fx
 
-from piper_compiler.capture import _torch_joint, kernels, liveness, phases
+from piper_compiler.capture import _torch_joint, aliasing, kernels, liveness, phases
 from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.codegen import StepCode, generate
 from piper_compiler.capture.inplace import add_products_in_place, reuse_dying_arguments
 from piper_compiler.capture.schedule import schedule
@@ -28,7 +29,12 @@ from piper_compiler.capture.sums import fold_sums
 from piper_ir.errors import CaptureError
 from piper_ir.program import Signature, Step
 from piper_ir.sizes import TensorSpec
-from piper_ops import is_model_code
+from piper_ops import dtype_name, is_model_code
+
+aten = torch.ops.aten
+
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default)
+"""The ops whose kernels take tensors of one floating-point dtype only."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +306,8 @@ def _check(graph: fx.Graph) -> None:
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise CaptureError(f"{name} changes a tensor in place and cannot be made functional{_where(node)}")
+            if target in PRODUCTS:
+                _check_product(node)
             if "mkldnn" in name or "for_cpu" in name or "_scaled_dot_product" in name:
                 raise CaptureError(f"{name} exists on one kind of device only and has no portable form{_where(node)}")
         elif target.__module__ != "_operator":
@@ -307,6 +315,14 @@ def _check(graph: fx.Graph) -> None:
                 f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be functional "
                 "(torch.library, mutates_args=()), and a choice between values is written with torch.where, not as control flow"
             )
+
+
+def _check_product(node: fx.Node) -> None:
+    """Refuse a product of different floating-point dtypes, of which fake tensors think nothing, and kernels all."""
+    operands = [t for n in node.all_input_nodes if (t := aliasing.tensor(n)).is_floating_point()]
+    dtypes = dict.fromkeys(dtype_name(t.dtype) for t in operands)
+    if len(dtypes) > 1:
+        raise CaptureError(f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}")
 
 
 def _where(node: fx.Node | None) -> str:
