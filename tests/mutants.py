@@ -2,8 +2,8 @@
 table.
 
 A compiler fault is one of tests/plan_faults.py, tests/schedule_faults.py or tests/sharding_faults.py (peaks are computed after
-it), a runtime fault one of tests/runtime_faults.py, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity
-suite objects. The exit code is 1 if a fault survives.
+it), a runtime fault one of tests/runtime_faults.py, a job fault one of tests/job_faults.py. Each is tried on the cases below
+until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from piper_ir.verify import check, verify
 from piper_runtime.rank import rank as ranks
 from tests import compositions, parity
 from tests.compositions import PIPELINES, Composition, fitted
+from tests.sharding_faults import SHARDING
 from tests.test_memory_truth import lies
 
 MODELS = ("gpt", "llama", "skip", "slices", "gpt_dropout", "frozen", "opaque", "branches", "custom_op", "gpt_untied")
@@ -47,7 +48,8 @@ def drawn(seed: int) -> Composition:
             backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
             overlap=schedule == "random" and rng.random() < 0.5, rows=1 if dp == 4 else 2, optimizer=optimizer,
             clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
-            zero=rng.choice((1, 2, 2) if model == "opaque" else (1, 2, 3, 3)), resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
+            zero=rng.choice((1, 2, 2) if model == "opaque" else (1, 2, 3, 3)),
+            resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
             prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8,
         )
     )  # fmt: skip
@@ -203,6 +205,12 @@ def test_a_gathered_buffer_that_lives_on_is_seen(monkeypatch: pytest.MonkeyPatch
     with bound_otherwise(monkeypatch, part=keep):
         run = compositions.run(CASE, plan, memory=True)
     assert lies(plan, dict(run.memory))
+
+
+def test_faults_in_what_ranks_share_break_the_rules_of_it() -> None:
+    plan = compositions.compiled(CASE).plan
+    broken = {v.rule for fault in SHARDING if (faulty := fault(plan)) is not None for v in check(faulty)}
+    assert not check(plan) and {"R30-shards", "R31-gathered", "R32-contributions"} <= broken
 
 
 def test_a_step_of_whole_parameters_follows_their_gather() -> None:

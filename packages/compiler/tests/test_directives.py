@@ -141,7 +141,10 @@ class TestPlace:
         refused(1, place(where(stage=0), on=dict(pp=2)), *self.first, says=says)
         refused(1, place(where(stage=0), on=dict(pp=-1)), *self.first, says="pp=-1 is outside")
         refused(
-            1, place(where(stage=0), on=dict(stage=0)), *self.first, says="unknown axis 'stage'; the axes are cp, dp, ep, pp, tp"
+            1,
+            place(where(stage=0), on=dict(stage=0)),
+            *self.first,
+            says="unknown axis 'stage'; the axes are cp, dp, ep, pp, rep, tp",
         )
         refused(1, place(where(stage=0), on={}), *self.first, says="names no axis; give at least one")
 
@@ -179,7 +182,7 @@ class TestPlace:
 class TestReplicate:
     def test_1_axes(self) -> None:
         refused(1, replicate(where(), over=()), says="one or more of")
-        refused(1, replicate(where(), over=("data",)), says="over=('data',); one or more of cp, dp, ep, pp, tp are accepted")
+        refused(1, replicate(where(), over=("data",)), says="over=('data',); one or more of cp, dp, ep, pp, rep, tp are accepted")
 
     def test_1_a_degree_of_one_is_no_error(self) -> None:
         plan = compile_program(layered(2), Strategy(Mesh(), (replicate(where(), over=("dp", "ep")),))).plan
@@ -199,7 +202,7 @@ class TestReplicate:
 
     def test_5_sizes_and_levels(self) -> None:
         refused(5, replicate(where(), bucket_mb=0), says="bucket_mb must be positive")
-        refused(5, replicate(where(), zero=1), says="use zero=0")
+        refused(5, replicate(where(), zero=4), says="0, 1, 2 or 3 is accepted")
 
     def test_6_stream(self) -> None:
         refused(6, replicate(where(), reduce="compute"), says="the stream 'compute' is for compute")

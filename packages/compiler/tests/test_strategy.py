@@ -88,7 +88,7 @@ def changed(**fields: object) -> str:
         (changed(version=None), '"version" is None'),
         (changed(note=""), "f.json: unknown key 'note'; known are mesh, directives"),
         (changed(mesh=[2]), '"mesh" must be an object'),
-        (changed(mesh={"data": 2}), "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, pp, tp"),
+        (changed(mesh={"data": 2}), "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, pp, rep, tp"),
         (changed(mesh={"sizes": 2}), "unknown axis 'sizes'"),
         (changed(mesh={"pp": 0}), "f.json.mesh.pp: a positive integer is expected, found 0"),
         (changed(mesh={"pp": True}), "f.json.mesh.pp: a positive integer"),

@@ -114,7 +114,7 @@ def _changed(**changes: Any) -> str:
         (_changed(values=[]), "p.json.values: an object is expected, found an array"),
         (_changed(loss_kind="median"), "p.json.loss_kind: 'median' is not one of 'mean', 'sum'"),
         (_changed(chunks=[3]), "p.json.chunks[0]: an object (Chunk) is expected, found the number 3"),
-        (_changed(mesh={"sizes": [["xx", 2]]}), "p.json.mesh: Mesh: unknown axis 'xx'; the axes are cp, dp, ep, pp, tp"),
+        (_changed(mesh={"sizes": [["xx", 2]]}), "p.json.mesh: Mesh: unknown axis 'xx'; the axes are cp, dp, ep, pp, rep, tp"),
         (_changed(mesh={"sizes": [["pp", 2, 3]]}), "p.json.mesh.sizes[0]: 2 items are expected, found 3"),
         (_changed(params=[{"name": "w"}]), "p.json.params[0]: Param lacks spec"),
         (

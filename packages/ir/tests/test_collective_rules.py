@@ -103,9 +103,9 @@ def _unknown(made: Plan) -> Plan:
     return everywhere(made, "all_to_all.held@0#{}", Collective("gossip", "swap"))
 
 
-@breaks("R07-signature", "AllGather works on values, and it names the bucket b0")
+@breaks("R07-signature", "AllToAll works on values, and it names the bucket b0")
 def _bucket(made: Plan) -> Plan:
-    return change_part(made, "r0", "all_gather.whole@0#r0", op=Collective("all_gather", "sum", "b0"), reads=(), writes=())
+    return change_part(made, "r0", "all_gather.whole@0#r0", op=Collective("all_to_all", "sum", "b0"), reads=(), writes=())
 
 
 @breaks("R07-signature", "AllToAll of 2 members needs a first dimension that divides by 2, found 3")

@@ -52,7 +52,7 @@ def test_axes_of_size_one_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"px": 2}, "Mesh: unknown axis 'px'; the axes are cp, dp, ep, pp, tp"),
+        ({"px": 2}, "Mesh: unknown axis 'px'; the axes are cp, dp, ep, pp, rep, tp"),
         ({"pp": 0}, "Mesh: axis pp has size 0; a positive integer is needed"),
         ({"pp": 1.5}, "axis pp has size 1.5"),
     ],

@@ -31,6 +31,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
 from piper_ir.plan import Instr, Part, Plan
 from piper_ir.program import Input, Output
+from piper_ir.shards import Shards
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
 from piper_ir.verify import training as verify_training
@@ -189,6 +190,12 @@ def _wrong_bytes(plan: Plan) -> Plan:
 @breaks("R08-states", "it has the state param:tied 2 times")
 def _state_twice(plan: Plan) -> Plan:
     return change_role(plan, "pp0", states=(plan.role("pp0").states[0], *plan.role("pp0").states))
+
+
+@breaks("R30-shards", "is replicated along ('dp',) and shared along Shards(params=(), grads=(), optim=('pp',))")
+def _shared_along_another_axis(plan: Plan) -> Plan:
+    first, *others = plan.buckets
+    return replace(plan, buckets=(replace(first, shard=Shards(optim=("pp",))), *others))
 
 
 @breaks("R09-channels", "role pp0 has no communication stream compute")
@@ -545,7 +552,8 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> No
 
 
 def test_every_rule_has_a_negative_control() -> None:
-    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS} == set(RULES)
+    elsewhere = {"R31-gathered", "R32-contributions"}  # tests/test_sharding.py has theirs
+    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS} | elsewhere == set(RULES)
 
 
 def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:

@@ -91,7 +91,9 @@ def read_json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
-        cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
+        rest = text[e.pos :].strip()
+        within = any(word.startswith(rest) for word in ("true", "false", "null"))
+        cut = within or e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
         hint = " (is the file truncated?)" if cut else ""
         raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
     except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits

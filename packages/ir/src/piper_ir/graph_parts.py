@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from piper_ir.ops import Op
-from piper_ir.plan import UNSHARDED, Category, Shards
+from piper_ir.plan import Category
+from piper_ir.shards import UNSHARDED, Shards
 from piper_ir.sizes import TensorSpec
 
 Coord = int | str

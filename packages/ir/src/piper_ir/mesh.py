@@ -73,7 +73,7 @@ class Mesh:
         return prod(self.size(axis) for axis in axes)
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
-        """Return the position of a rank among those that differ from it along some axes only, from 0, in their order."""
+        """Return the position of a rank, from 0, among those that differ from it along some axes, in their order."""
         chosen, coords, index, stride = set(axes), self.coords(rank), 0, 1
         for axis, size in self.sizes:
             if axis in chosen:

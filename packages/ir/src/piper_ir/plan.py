@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
+from piper_ir.bucket_dtypes import BucketDtypes
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
-from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
+from piper_ir.shards import UNSHARDED, Shards
+from piper_ir.sizes import TensorSpec, bind
 
 PLAN_VERSION = 1
 COMPUTE = "compute"
@@ -120,36 +122,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """Name the mesh axes along which ranks share a bucket's states: each keeps an equal part, in the order of ranks.
-
-    Axes of the parameters are among those of the gradients, these among those of the optimizer's states, and all among
-    those along which the bucket is replicated. None means that each rank keeps all of a state.
-    """
-
-    params: tuple[str, ...] = ()
-    grads: tuple[str, ...] = ()
-    optim: tuple[str, ...] = ()
-
-    def of(self, category: Category) -> tuple[str, ...]:
-        """Return the axes along which a state of a category is shared."""
-        match category:
-            case "param":
-                return self.params
-            case "grad":
-                return self.grads
-            case "optim" | "master":
-                return self.optim
-            case _:
-                raise ValueError(f"a bucket has no state {category}")
-
-
-UNSHARDED = Shards()
-"""The shards of a bucket of which each rank keeps all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(BucketDtypes):
     """Describe a flat buffer for parameters and their gradients, which is the same for every role that holds it.
 
     Attributes:
@@ -181,36 +154,6 @@ class Bucket:
     scatter: tuple[str, ...] = ()
     compute: str = ""
     reduce: str = ""
-
-    @property
-    def compute_dtype(self) -> str:
-        """Return the dtype of its parameters in forward and backward."""
-        return self.compute or self.dtype
-
-    @property
-    def reduce_dtype(self) -> str:
-        """Return the dtype in which its gradients are summed and reduced."""
-        return self.reduce or self.dtype
-
-    @property
-    def mastered(self) -> bool:
-        """Return whether its holders have a master beside the parameters that chunks read."""
-        return self.compute_dtype != self.dtype
-
-    def dtype_of(self, category: Category) -> str:
-        """Return the dtype of a state of a category, or of a value that stands for one."""
-        match category:
-            case "param" | "gathered":
-                return self.compute_dtype
-            case "grad" | "reduced":
-                return self.reduce_dtype
-            case _:
-                return self.dtype
-
-    @property
-    def narrowest(self) -> int:
-        """Return the fewest bytes of an element in any of its dtypes."""
-        return min(ITEM_BYTES[dtype] for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from typing import assert_never
 
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Comm, Fold, Fresh, Recv, Send, SquaredNorm, Update
-from piper_ir.plan import Bucket, Category, Part, Plan, RolePlan, State
+from piper_ir.plan import Bucket, Part, Plan, RolePlan, State
+from piper_ir.shards import SharedState
 from piper_ir.sizes import ITEM_BYTES, bind
 
 
@@ -73,12 +74,12 @@ def bucket_bytes(bucket: Bucket) -> int:
     return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
 
 
-def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[Category, int]:
+def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, int]:
     """Return the bytes of a bucket's states by category, without those of the optimizer.
 
     With a mesh they are those of one rank, which may share them with others.
     """
-    kinds: tuple[Category, ...] = ("param", "master", "grad") if bucket.mastered else ("param", "grad")
+    kinds: tuple[SharedState, ...] = ("param", "master", "grad") if bucket.mastered else ("param", "grad")
     parts = {kind: mesh.degree(bucket.shard.of(kind)) if mesh else 1 for kind in kinds}
     return {kind: bucket.numel * ITEM_BYTES[bucket.dtype_of(kind)] // parts[kind] for kind in kinds}
 

@@ -24,13 +24,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, assert_never, get_args
 
-from piper_ir.codec import decode, encode, unique_keys
+from piper_ir.codec import decode, encode
 from piper_ir.collectives import COLLECTIVES, kind_named
 from piper_ir.errors import FormatError, PiperError
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
 from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import Dim, TensorSpec
+from piper_ir.text_words import Words, read_value, whole_number, written_word
 
 _HEADER = f"piper plan {PLAN_VERSION}"
 _END = "end"
@@ -43,11 +44,6 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "bucket": ("buckets", Bucket),
 }
 _STEPS = ("F", "B", "I", "W")
-_CLAUSES = ("node", "reads", "writes", "holding", "frees", "waits", "allocs", "takes")
-_FLAGS = ("weighted", "clip", "holds", "once", "over")
-_RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
-_BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
 _SPEC = re.compile(r"(\w+)(\[.*\])\Z", re.DOTALL)
 
 
@@ -58,25 +54,25 @@ def format_plan(plan: Plan) -> str:
     for word, (name, _) in _TABLES.items():
         lines += [f"{word} {_json(encode(item))}" for item in getattr(plan, name)]
     for key, value in plan.values.items():
-        alias = "" if key == value.id else f" {_word(key)}"
-        lines.append(f"value {_word(value.id)} {value.category} {_spec(value.spec)}{alias}")
+        alias = "" if key == value.id else f" {written_word(key)}"
+        lines.append(f"value {written_word(value.id)} {value.category} {_spec(value.spec)}{alias}")
     for role in plan.roles:
         head = {k: v for k, v in encode(role).items() if k not in ("role", "program")}
-        lines += [f"role {_word(role.role)} {_json(head)}", *_instruction_lines(role)]
+        lines += [f"role {written_word(role.role)} {_json(head)}", *_instruction_lines(role)]
     return "\n".join([*lines, _END]) + "\n"
 
 
 def _instruction_lines(role: RolePlan) -> Iterator[str]:
     digits = max(4, len(str(len(role.program) - 1)))
-    width = max((len(_word(s)) for s in role.streams), default=0)
+    width = max((len(written_word(s)) for s in role.streams), default=0)
     for index, instr in enumerate(role.program):
         tail = [
             *_clause("waits", (f"{s}#{n}" for s, n in instr.waits)),
             *_clause("frees", instr.frees_before),
             *_clause("allocs", instr.allocs_after),
-            *([] if instr.seconds is None else ["takes", _word(json.dumps(instr.seconds))]),
+            *([] if instr.seconds is None else ["takes", written_word(json.dumps(instr.seconds))]),
         ]
-        line = f"{index:>{digits}} {_word(instr.stream):<{width}} {' + '.join(map(_part, instr.parts))}"
+        line = f"{index:>{digits}} {written_word(instr.stream):<{width}} {' + '.join(map(_part, instr.parts))}"
         yield line + (f" | {' '.join(tail)}" if tail else "")
 
 
@@ -99,38 +95,34 @@ def _op(op: Op) -> list[str]:
     name = op_name(op)
     match op:
         case Compute(chunk=chunk, step=step):
-            return [step, _word(chunk)]
+            return [step, written_word(chunk)]
         case Load(tensor=tensor):
-            return [name, _word(tensor)]
+            return [name, written_word(tensor)]
         case Seed(value=value, dtype=dtype):
-            return [name, json.dumps(value), _word(dtype)]
+            return [name, json.dumps(value), written_word(dtype)]
         case Add():
             return [name]
         case Zeros(dtype=dtype):
-            return [name, _word(dtype)]
+            return [name, written_word(dtype)]
         case SquaredNorm(buckets=buckets, dtype=dtype, once=once, over=over):
-            return [name, _word(dtype), *map(_word, buckets), *_clause("once", once), *_clause("over", over)]
+            return [name, written_word(dtype), *map(written_word, buckets), *_clause("once", once), *_clause("over", over)]
         case Fresh(bucket=bucket) | Fold(bucket=bucket):
-            return [name, _word(bucket)]
+            return [name, written_word(bucket)]
         case Send(channel=channel) | Recv(channel=channel):
-            return [name, _word(channel)]
+            return [name, written_word(channel)]
         case Collective(channel=channel, bucket=bucket):
-            return [name, _word(channel), *([_word(bucket)] if bucket else [])]
+            return [name, written_word(channel), *([written_word(bucket)] if bucket else [])]
         case Update(buckets=buckets, weighted=weighted, clip=clip, workspace=held):
             flags = ["weighted"] * weighted + ([] if clip is None else ["clip", json.dumps(clip)])
             flags += ["holds", str(held)] if held else []
-            return [name, *map(_word, buckets), *flags]
+            return [name, *map(written_word, buckets), *flags]
         case _:
             assert_never(op)
 
 
 def _clause(name: str, words: Iterable[str]) -> list[str]:
-    written = [_word(w) for w in words]
+    written = [written_word(w) for w in words]
     return [name, *written] if written else []
-
-
-def _word(text: str) -> str:
-    return text if _BARE.match(text) and text not in _RESERVED else json.dumps(text)
 
 
 def _json(value: Any) -> str:
@@ -180,27 +172,27 @@ class _Parser:
             return
         word, _, rest = text.partition(" ")
         if word.isdecimal():
-            self._instruction(_int(word, "the number of an instruction"), rest)
+            self._instruction(whole_number(word, "the number of an instruction"), rest)
         elif word == "plan" and self._plan is None:
             self._plan = _object(rest)
         elif word in _TABLES:
             name, kind = _TABLES[word]
-            self._tables[name].append(decode(kind, _load(rest), word))
+            self._tables[name].append(decode(kind, read_value(rest), word))
         elif word == "value":
-            self._value(_Words(rest))
+            self._value(Words(rest))
         elif word == "role":
-            words = _Words(rest, limit=1)
+            words = Words(rest, limit=1)
             self._roles.append(({"role": words.next("the role's name"), **_object(words.rest)}, []))
         else:
             known = ", ".join(("plan", *_TABLES, "value", "role", "end"))
             raise FormatError(f"a line starts with one of {known} (plan once), or with the number of an instruction")
 
-    def _value(self, words: _Words) -> None:
+    def _value(self, words: Words) -> None:
         id, category, spec = words.next("the value's id"), words.next("its category"), words.next("its dtype[shape]")
         match = _SPEC.match(spec)
         if match is None:
             raise FormatError(f"{spec} is not a dtype[shape], such as float32[2,8]")
-        shape = decode(tuple[Dim, ...], _load(match[2]), "shape")
+        shape = decode(tuple[Dim, ...], read_value(match[2]), "shape")
         value = Value(id, TensorSpec(shape, match[1]), decode(Category, category, "category"))
         key = words.next("") if words.more() else id
         words.end()
@@ -214,7 +206,7 @@ class _Parser:
         head, program = self._roles[-1]
         if index != len(program):
             raise FormatError(f"instruction {len(program)} of role {head['role']} is expected here")
-        program.append(_parse_instruction(_Words(rest)))
+        program.append(_parse_instruction(Words(rest)))
 
     def plan(self) -> Plan:
         if self._plan is None or not self._ended:
@@ -230,70 +222,7 @@ class _Parser:
         return replace(plan, roles=tuple(roles), values=self._values, **tables)
 
 
-class _Words:
-    """Read the words of a line one by one; a JSON string counts as one word and is marked as quoted."""
-
-    def __init__(self, text: str, limit: int = -1) -> None:
-        self._words: list[tuple[str, bool]] = []
-        self._at = 0
-        end = 0
-        for match in _TOKEN.finditer(text):
-            if text[end : match.start()].strip():
-                break
-            end = match.end()
-            quoted = match[0].startswith('"')
-            self._words.append((_load(match[0]) if quoted else match[0], quoted))
-            if len(self._words) == limit:
-                break
-        self.rest = text[end:].strip()
-        if self.rest and limit < 0:
-            raise FormatError(f"a quotation mark without its end at: {self.rest}")
-
-    def more(self) -> bool:
-        return self._at < len(self._words)
-
-    def peek(self) -> tuple[str, bool]:
-        """Return the next word and whether it is quoted, without going on; ("", False) at the end."""
-        return self._words[self._at] if self.more() else ("", False)
-
-    def next(self, expected: str) -> str:
-        if not self.more() or self._special():
-            raise FormatError(f"{expected} is expected {f'before {self.peek()[0]}' if self.more() else 'at the end'}")
-        self._at += 1
-        return self._words[self._at - 1][0]
-
-    def _special(self) -> bool:
-        word, quoted = self.peek()
-        return not quoted and (word in _RESERVED or word.startswith("@"))
-
-    def accept(self, *options: str) -> str:
-        """Return the next word and go past it if it is one of these (unquoted), else return ""."""
-        word, quoted = self.peek()
-        if quoted or word not in options:
-            return ""
-        self._at += 1
-        return word
-
-    def names(self) -> tuple[str, ...]:
-        """Return all words up to the next keyword, and go past them."""
-        start = self._at
-        while self.more() and not self._special():
-            self._at += 1
-        return tuple([w for w, _ in self._words[start : self._at]])
-
-    def microbatch(self) -> int:
-        word, quoted = self.peek()
-        if quoted or not word.startswith("@"):
-            return -1
-        self._at += 1
-        return _int(word[1:], "a microbatch such as @3")
-
-    def end(self, expected: str = "the end of the line") -> None:
-        if self.more():
-            raise FormatError(f"{expected} is expected before {self.peek()[0]}")
-
-
-def _parse_instruction(words: _Words) -> Instr:
+def _parse_instruction(words: Words) -> Instr:
     stream = words.next("a stream")
     parts = [_parse_part(words)] if words.more() and words.peek() != ("|", False) else []
     while words.accept("+"):
@@ -309,7 +238,7 @@ def _parse_instruction(words: _Words) -> Instr:
     return Instr(stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()), seconds)
 
 
-def _parse_part(words: _Words) -> Part:
+def _parse_part(words: Words) -> Part:
     op = _parse_op(words)
     mb = words.microbatch()
     clauses = _clauses(words, ("node", "reads", "writes", "holding", "frees"))
@@ -320,7 +249,7 @@ def _parse_part(words: _Words) -> Part:
     return Part(node[0], op, mb, held=held, **clauses)
 
 
-def _clauses(words: _Words, options: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _clauses(words: Words, options: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     clauses: dict[str, tuple[str, ...]] = {}
     while name := words.accept(*(o for o in options if o not in clauses)):
         clauses[name] = words.names()
@@ -331,10 +260,10 @@ def _wait(word: str) -> tuple[str, int]:
     stream, mark, count = word.rpartition("#")
     if not mark:
         raise FormatError(f"{word} is not a wait; stream#count is expected, such as compute#3")
-    return stream, _int(count, f"a number of instructions of {stream}")
+    return stream, whole_number(count, f"a number of instructions of {stream}")
 
 
-def _parse_op(words: _Words) -> Op:
+def _parse_op(words: Words) -> Op:
     name = words.next("an op")
     if name in _STEPS:
         return Compute(words.next("a chunk"), name)  # type: ignore[arg-type]  # one of _STEPS
@@ -362,12 +291,12 @@ def _parse_op(words: _Words) -> Op:
         case "Update":
             buckets, weighted = words.names(), bool(words.accept("weighted"))
             clip = _float(words.next("a number")) if words.accept("clip") else None
-            return Update(buckets, weighted, clip, _int(words.next("bytes"), "bytes") if words.accept("holds") else 0)
+            return Update(buckets, weighted, clip, whole_number(words.next("bytes"), "bytes") if words.accept("holds") else 0)
         case _:
             return _parse_collective(name, words)
 
 
-def _parse_collective(name: str, words: _Words) -> Collective:
+def _parse_collective(name: str, words: Words) -> Collective:
     kind = kind_named(name)
     if kind is None:
         names = [o.__name__ for o in get_args(Op) if o not in (Compute, Collective)]
@@ -379,27 +308,11 @@ def _parse_collective(name: str, words: _Words) -> Collective:
     return Collective(kind, channel, *bucket)
 
 
-def _load(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except json.JSONDecodeError as e:
-        raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
-    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
-        raise FormatError(f"not JSON that this Piper writes: {e}") from None
-
-
 def _object(text: str) -> dict[str, Any]:
-    value = _load(text)
+    value = read_value(text)
     if not isinstance(value, dict):
         raise FormatError("a JSON object is expected")
     return value
-
-
-def _int(text: str, expected: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise FormatError(f"{expected} is expected, found {text[:40]!r}") from None
 
 
 def _float(text: str) -> float:

@@ -26,8 +26,9 @@ from piper_compiler.directives.base import compute_nodes, directive, fail, site_
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph, Node, Replication
 from piper_ir.mesh import AXES
-from piper_ir.plan import COMPUTE, Shards
+from piper_ir.plan import COMPUTE
 from piper_ir.select import Where
+from piper_ir.shards import Shards
 
 STATES = ("params", "grads", "optim")
 """The states that ranks may share, each only where they share the next."""

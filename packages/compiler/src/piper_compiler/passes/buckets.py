@@ -91,7 +91,7 @@ def _check_whole(edit: Editor, optimizer: str) -> None:
 
 
 def _check_opaque(edit: Editor, chunk: Chunk, policy: Replication) -> None:
-    """Raise CompileError where autograd would keep gathered parameters between forward and backward, beyond the plan."""
+    """Raise CompileError where autograd would keep gathered parameters from forward to backward, beyond the plan."""
     if chunk.opaque and policy.shard.params and any(i.kind == "param" for i in chunk.inputs):
         raise CompileError(
             f"{edit.graph.log[policy.applied]}: {chunk.id} is an opaque region, whose parameters autograd keeps from forward to "

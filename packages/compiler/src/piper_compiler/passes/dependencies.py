@@ -230,9 +230,9 @@ class _StateEdges:
 
     def __init__(self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]) -> None:
         self.complete: dict[tuple[str, str], list[int]] = dict(accumulators)
-        """By bucket and role, the nodes after which the gradient there is complete, as far as it is known yet."""
+        """The nodes after which the gradient of a bucket is complete on a role, as far as it is known yet."""
         self.before: dict[int, list[int]] = {}
-        """By node that works on the gradients of a bucket, what must be done before."""
+        """The nodes that must be done before a node that works on the gradients of a bucket."""
         self.gathers: dict[tuple[str, str], int] = {}
         self.on_role: dict[str, list[int]] = {}
         for i, node in enumerate(nodes):  # each reduction of a bucket follows the one that was made before it

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from piper_compiler.durations import InstructionSeconds, collective_bytes
-from piper_compiler.passes.residency import Held
+from piper_compiler.passes.residency import HeldValues
 from piper_compiler.ports import BACKWARD, kept, port_category, signatures, steps_of, value_reads, value_writes
 from piper_ir.graph import Graph, Node
 from piper_ir.graph_parts import compute_id
@@ -100,7 +100,7 @@ class PartMaker:
             part = PartTemplate(f"seed.{value}{tail}", tail, Seed(self.seed, held.spec.dtype), (), (number,))
         return Made(part, (), (number,), ())
 
-    def node(self, node: Node, held: Held = ()) -> list[Made]:
+    def node(self, node: Node, held: HeldValues = ()) -> list[Made]:
         """Return the parts of a node, each with those of the values `held` that it uses."""
         if isinstance(node.op, Compute):
             return [self._holding(made, held) for made in self._compute(node, node.op)] if held else self._compute(node, node.op)
@@ -112,7 +112,7 @@ class PartMaker:
         part = PartTemplate(node.id, node.tail, node.op, tuple(reads), tuple(writes))
         return [Made(part, part.reads, part.writes, ())]
 
-    def _holding(self, made: Made, held: Held) -> Made:
+    def _holding(self, made: Made, held: HeldValues) -> Made:
         """Return a part with the values that it uses in place of states which ranks share."""
         op = made.part.op
         assert isinstance(op, Compute) and op.step != "B"

@@ -19,7 +19,7 @@ import numpy as np
 from piper_compiler.durations import LINK
 from piper_compiler.passes.arrays import int_array
 from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.passes.windows import Window, windows
+from piper_compiler.passes.windows import CacheWindow, windows
 from piper_compiler.ports import signatures
 from piper_ir.errors import CompileError
 from piper_ir.graph import Coord, Editor, Graph, Node
@@ -29,7 +29,7 @@ from piper_ir.plan import Bucket, Category
 from piper_ir.program import Chunk, Signature
 from piper_ir.sizes import ITEM_BYTES, TensorSpec
 
-Held = tuple[tuple[Category, str, str], ...]
+HeldValues = tuple[tuple[Category, str, str], ...]
 """The values that a node holds in place of states: each as (category, bucket, value)."""
 
 
@@ -46,7 +46,7 @@ class Scheduled:
     graph: Graph
     deps: Dependencies
     sequence: list[int]
-    held: dict[int, Held]
+    held: dict[int, HeldValues]
 
 
 def residency(
@@ -159,7 +159,7 @@ class _Adder:
             self.edit.update(node)
             nodes[k] = node
         for new in self.new.values():
-            order = sorted(range(len(new.key)), key=lambda n, mbs=new.mbs: 0 if mbs is None else mbs[n])  # type: ignore[misc]
+            order = np.argsort(int_array(new.mbs or [0] * len(new.key)), kind="stable").tolist()
             node = new.node if new.mbs is None else replace(new.node, mbs=mbs_of(new.mbs))
             self.edit.add(node)
             starts.append(len(of))
@@ -228,11 +228,11 @@ class _Role:
         rooms = [getattr(policy, name) for policy in self.policy.values()]
         return None if None in rooms else max(rooms, default=0)
 
-    def _bucket(self, window: Window) -> tuple[Bucket, int]:
+    def _bucket(self, window: CacheWindow) -> tuple[Bucket, int]:
         bucket = self.adder.graph.buckets[window.bucket]
         return bucket, bucket.roles.index(self.role)
 
-    def _named(self, what: str, window: Window, at: list[int], *, whole: bool = False) -> tuple[str, int]:
+    def _named(self, what: str, window: CacheWindow, at: list[int], *, whole: bool = False) -> tuple[str, int]:
         """Return the id of a window's node, and the microbatch if all of its uses are in one and not `whole`, else -1.
 
         Windows of one microbatch are told apart by their first user, which the id names; others by its microbatch too.
@@ -247,7 +247,7 @@ class _Role:
     def _coords(self, op: str, bucket: str, user: int) -> dict[str, Coord]:
         return {"phase": self.adder.deps.node(user).coords["phase"], "op": op, "bucket": bucket}
 
-    def _gather(self, window: Window, at: list[int]) -> None:
+    def _gather(self, window: CacheWindow, at: list[int]) -> None:
         bucket, r = self._bucket(window)
         adder, first = self.adder, self.order[at[window.uses[0]]]
         id, mb = self._named("gather", window, at)
@@ -266,11 +266,11 @@ class _Role:
         adder.edges.append((number, first))
         self._hold("gathered", window, at, value)
 
-    def _hold(self, category: Category, window: Window, at: list[int], value: str) -> None:
+    def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
         for use in window.uses:
             self.adder.held.setdefault(self.order[at[use]], []).append((category, window.bucket, value))
 
-    def _scatter(self, window: Window, at: list[int], ends: float, starts: Sequence[float], *, final: bool) -> None:
+    def _scatter(self, window: CacheWindow, at: list[int], ends: float, starts: Sequence[float], *, final: bool) -> None:
         bucket, r = self._bucket(window)
         adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]
         id, mb = self._named("fresh", window, at, whole=final)
@@ -288,7 +288,7 @@ class _Role:
         adder.edges.append((self.order[last], scatter))
         self._fold(window, at, scatter, part, self._place(last, ends, starts), final=final)
 
-    def _fold(self, window: Window, at: list[int], scatter: int, part: str, place: int, *, final: bool) -> None:
+    def _fold(self, window: CacheWindow, at: list[int], scatter: int, part: str, place: int, *, final: bool) -> None:
         """Add the fold of a window right before a place, or give it to the fold that ends the step."""
         adder, bucket = self.adder, window.bucket
         if final:
@@ -303,7 +303,7 @@ class _Role:
         adder.edges.append((scatter, fold))
 
     def _place(self, last: int, ends: float, starts: Sequence[float]) -> int:
-        """Return the first compute after `last` that starts when a scatter should have ended, at the latest a final fold."""
+        """Return the first compute after `last` that starts when a scatter should have ended, or else a final fold."""
         for k in range(last + 1, len(self.order)):
             if starts[self.order[k]] >= ends or not isinstance(self.ops[k], Compute):
                 return k

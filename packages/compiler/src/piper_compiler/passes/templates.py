@@ -16,13 +16,13 @@ from piper_compiler.passes.arrays import Flags, Ints, int_array, run_starts
 from piper_compiler.passes.draft import Draft
 from piper_compiler.passes.parts import Made, PartMaker
 from piper_compiler.passes.release import Releases, Uses
-from piper_compiler.passes.residency import Held, Scheduled
+from piper_compiler.passes.residency import HeldValues, Scheduled
 from piper_compiler.passes.waits import LazyWaits
 from piper_ir.instr_table import InstrTable, InstrTemplate
 from piper_ir.plan import COMPUTE
 from piper_ir.timing import Prepared, sweep
 
-_Like = int | tuple[int, Held]
+_Like = int | tuple[int, HeldValues]
 """A node, with what it holds in place of states if it does."""
 
 Dying = tuple[tuple[int, int, bool], ...]
@@ -339,7 +339,7 @@ class _Final:
         return number
 
 
-def _node_of(one: _Like) -> tuple[int, Held]:
+def _node_of(one: _Like) -> tuple[int, HeldValues]:
     return one if isinstance(one, tuple) else (one, ())
 
 

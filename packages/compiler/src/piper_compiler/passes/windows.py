@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 
 @dataclass(eq=False, slots=True)
-class Window:
+class CacheWindow:
     """Hold one window of a bucket.
 
     Attributes:
@@ -26,7 +26,7 @@ class Window:
     earliest: int = 0
 
 
-def windows(uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int | None) -> list[Window]:
+def windows(uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int | None) -> list[CacheWindow]:
     """Return the windows of a role's uses, by their first.
 
     Args:
@@ -34,8 +34,8 @@ def windows(uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int 
         nbytes: the bytes of each bucket.
         room: the most bytes that are kept between two uses and are not needed by the second; None: any.
     """
-    out: list[Window] = []
-    open_: dict[str, Window] = {}
+    out: list[CacheWindow] = []
+    open_: dict[str, CacheWindow] = {}
     ended: dict[str, int] = {}
     idle: list[tuple[int, str]] = []  # kept buckets by their next use, the last one first; some are closed by now
     following = _following(uses)
@@ -44,7 +44,7 @@ def windows(uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int 
         for bucket in needed:
             window = open_.get(bucket)
             if window is None:
-                window = open_[bucket] = Window(bucket, earliest=ended.get(bucket, -1) + 1)
+                window = open_[bucket] = CacheWindow(bucket, earliest=ended.get(bucket, -1) + 1)
                 out.append(window)
                 kept += nbytes[bucket]
             window.uses.append(index)

@@ -152,7 +152,7 @@ def check_holders(findings: Findings) -> None:
 
 
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
-    """Return the fault, if any, of a bucket's channel, which must join just the ranks that keep the same of the bucket."""
+    """Return the fault, if any, of a bucket's channel, which must join just the ranks that keep the same of it."""
     for name in bucket.roles:
         open_axes = [a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed]
         missing = [a for a in open_axes if a not in bucket.over]

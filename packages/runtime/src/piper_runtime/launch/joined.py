@@ -12,18 +12,18 @@ from piper_ir.sizes import bind
 from piper_runtime.launch.report import RankReport
 from piper_runtime.rank.store import bucket_views
 
-Tensors = dict[str, torch.Tensor]
+_Tensors = dict[str, torch.Tensor]
 
 
-def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, Tensors]:
+def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _Tensors]:
     """Return by rank, and by name, what it has after the last step, alone or together with those that share with it."""
     shared = {rank: report.shared_states for rank, report in reports.items()}
     return {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()}
 
 
-def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[Tensors]]:
+def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[_Tensors]]:
     """Return the same of the gradients of each step; without the ranks that have reported none."""
-    out: dict[int, list[Tensors]] = {}
+    out: dict[int, list[_Tensors]] = {}
     for rank, report in reports.items():
         steps = max(len(report.gradients), len(report.shared_gradients))
         own = report.gradients or [{} for _ in range(steps)]
@@ -33,9 +33,9 @@ def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int,
     return out
 
 
-def _whole(plan: Plan, rank: int, parts: Mapping[int, Tensors]) -> Tensors:
+def _whole(plan: Plan, rank: int, parts: Mapping[int, _Tensors]) -> _Tensors:
     """Return the parameters of a rank's shared buckets, given every rank's parts by bucket."""
-    out: Tensors = {}
+    out: _Tensors = {}
     shapes = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
     for id in parts[rank]:
         bucket = plan.bucket(id)

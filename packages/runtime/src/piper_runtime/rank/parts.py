@@ -14,12 +14,13 @@ import torch
 
 from piper_ir.errors import NonFiniteLossError
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Category, Part, is_state
+from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.rank_state import NOT_FINITE, RankState
 from piper_runtime.rank.rng import generator, rng_seed
+from piper_runtime.rank.shared import shared_arguments
 from piper_runtime.rank.store import empty_value
 
 Thunk = Callable[[], object]
@@ -285,7 +286,7 @@ def _compute(part: Part, rank: RankState) -> Thunk:
     function = rank.steps(chunk.code, step)
     values = rank.store.values
     template, keep, take = _arguments(part, chunk, rank)
-    views = _shared_arguments(part, chunk, rank)
+    views = shared_arguments(part, chunk, rank)
     writes = part.writes
     taken = {v for _, v in take}
     after = tuple(v for v in part.frees if v not in taken)
@@ -337,29 +338,6 @@ def _arguments(
     take = [(i, v) for i, v in ports if v in part.frees and last[v] == i]
     keep = [p for p in ports if p not in take]
     return template, keep, take
-
-
-_View = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
-"""The index of an argument, the value that it is a view of, and its size, stride and offset there."""
-
-
-def _shared_arguments(part: Part, chunk: Chunk, rank: RankState) -> list[_View]:
-    """Return the arguments that are views of values which the part holds in place of states that ranks share."""
-    if not part.held:
-        return []
-    assert isinstance(part.op, Compute) and part.op.step != "B"
-    signature = chunk.steps[part.op.step]
-    stands_for = {rank.stands_for[v]: v for v in part.held}
-    read: list[tuple[Category, int]] = [
-        ("gathered", int(p[2:])) if p.startswith("in") else ("gathered", -1) for p in signature.reads
-    ]
-    asked = [*read, *[("reduced", i) for i in signature.accumulates]]
-    out: list[_View] = []
-    for index, (category, i) in enumerate(asked):
-        place = rank.place_of.get(chunk.inputs[i].ref) if i >= 0 and chunk.inputs[i].kind == "param" else None
-        if place is not None and (value := stands_for.get((category, place.bucket))) is not None:
-            out.append((index, value, place.size, place.stride, place.offset))
-    return out
 
 
 def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
