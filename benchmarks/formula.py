@@ -81,7 +81,7 @@ def blocks(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
     """Return the same for the blocks; for the first alone when it must be quick."""
     known = measured_blocks()
     for name, config in [*gpu_check.BLOCKS.items()][: 1 if quick else None]:
-        work = models.job(config, global_batch=gpu_check.ROWS)
+        work = models.job(config, global_batch=gpu_check.ROWS, precision="bfloat16")
         for m in gpu_check.MICROBATCHES:
             strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
             plan = piper.compile(work, strategy).plan

@@ -119,7 +119,7 @@ def blocks(device: str, cluster: Cluster, sizes: dict[str, Config], global_batch
     """
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
-            work = models.job(config, global_batch=global_batch)
+            work = models.job(config, global_batch=global_batch, precision="bfloat16")
             strategies = [piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),)) for m in MICROBATCHES]
             compiled = [piper.compile(work, s) for s in strategies]
             costs = piper.profile(work, strategies[0], rows=[c.plan.rows for c in compiled], repeats=REPEATS, pool=pool)

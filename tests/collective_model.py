@@ -7,7 +7,8 @@ from torch import nn
 
 from packages.runtime.tests.handmade import batch, mean_loss
 from piper_runtime.rank.code import ShippedCode
-from piper_runtime.rank.job import Job, Precision
+from piper_runtime.rank.job import Job
+from piper_runtime.rank.precision import Precision
 from tests.collective_plans import MICROBATCHES, ROWS, WIDTH
 
 

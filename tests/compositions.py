@@ -27,7 +27,8 @@ from piper_ir.program import Chunk, Program
 from piper_ir.select import Where, where
 from piper_runtime.launch.result import Run
 from piper_runtime.launch.run import execute
-from piper_runtime.rank.job import Job, Precision
+from piper_runtime.rank.job import Job
+from piper_runtime.rank.precision import Precision
 from tests import models, parity
 
 capturing.MOST_CAPTURES = 100  # this suite has more models than a user's session
@@ -64,6 +65,19 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
 
 Maker = Callable[[Named], torch.optim.Optimizer]
 OPTIMIZERS: Mapping[str, Maker] = {"sgd": sgd, "adam": adam, "adamw": adamw, "rmsprop": rmsprop}
+
+
+MIXED = {
+    "mixed": Precision(params="float64", compute="float32"),
+    "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
+}
+"""Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where they
+can be compared."""
+
+
+def precision_of(name: str) -> Precision:
+    """Return the precision of a composition: one of `MIXED`, or one dtype for all."""
+    return MIXED.get(name) or Precision(params=name)
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ def job_of(c: Composition) -> Job:
     return Job(
         model=case.model, batch=case.batch, loss=case.loss, optimizer=OPTIMIZERS[c.optimizer],
         global_batch=c.rows * c.microbatches * c.dp, scheduler=decay if c.scheduler else None, clip_norm=c.clip,
-        precision=Precision(params=c.precision),
+        precision=precision_of(c.precision),
     )  # fmt: skip
 
 
@@ -126,6 +140,8 @@ def job_of(c: Composition) -> Job:
 def captured(model: str, precision: str = "float64") -> Captured:
     """A model's capture, once for the whole suite: the front door gets the one that the compiler's own tests use."""
     job = job_of(Composition(model, precision=precision))
+    if precision in MIXED:
+        return capturing.captured_job(job)
     # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
     shared = models.captured(model) if precision == "float64" else models.captured(model, job.precision.dtype)
     capturing._CAPTURES[capturing.capture_key(job)] = shared

@@ -45,11 +45,17 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=1),
     Composition("gpt_dropout", 2, 1, 4, "1f1b", keep="inputs"),
     Composition("gpt", 2, 1, 4, "1f1b", backward="split", keep="products"),
+    Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002, precision="mixed"),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
 refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
-ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards."""
+ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision."""
+
+
+def tolerance_of(case: Composition) -> float:
+    """What a correct run of a case may differ from one device."""
+    return parity.FLOAT64 if case.precision == "float64" else parity.FLOAT32
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def _judge_run(mutant: Mutant, fault: JobFault) -> Result:
         if judged is None:
             continue
         tried = True
-        found = parity.differences(parity.RunOutcome.of(judged[0]), judged[1])
+        found = parity.differences(parity.RunOutcome.of(judged[0]), judged[1], tolerance_of(case))
         if found:
             return Result(mutant, "", str(found[0]), str(case))
     if not tried:
@@ -139,7 +145,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
             run = compositions.run(case, plan)
         except PiperError as e:
             return f"{type(e).__name__}: {str(e).splitlines()[0]}"
-    found = parity.differences(parity.RunOutcome.of(run), compositions.expected(case))
+    found = parity.differences(parity.RunOutcome.of(run), compositions.expected(case), tolerance_of(case))
     return str(found[0]) if found else ""
 
 

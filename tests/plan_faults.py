@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from piper_ir.ops import Add, Load, Recv, Seed, Send, SquaredNorm, Update
 from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.plan_bytes import flat_bytes
 from tests.plan_edits import (
     bucket_of,
     channel_of,
@@ -388,11 +389,56 @@ def lost_parameter(plan: Plan) -> Plan | None:
     return None
 
 
+# --- mixed precision
+
+
+def _mastered(plan: Plan) -> int | None:
+    """The number of the first bucket with a master, if any."""
+    return next((n for n, bucket in enumerate(plan.buckets) if bucket.mastered), None)
+
+
+def _with_bucket(plan: Plan, n: int, **changes: str) -> Plan:
+    bucket = replace(plan.buckets[n], **changes)  # type: ignore[arg-type]  # dtypes
+    return replace(plan, buckets=(*plan.buckets[:n], bucket, *plan.buckets[n + 1 :]))
+
+
+def lost_master(plan: Plan) -> Plan | None:
+    """A role has no master of parameters that it computes with in a narrower dtype."""
+    roles = [replace(r, states=tuple(s for s in r.states if s.category != "master")) for r in plan.roles]
+    return None if _mastered(plan) is None else replace(plan, roles=tuple(roles))
+
+
+def narrow_master(plan: Plan) -> Plan | None:
+    """The optimizer updates the parameters in the dtype of forward and backward."""
+    n = _mastered(plan)
+    return None if n is None else _with_bucket(plan, n, dtype=plan.buckets[n].compute_dtype, compute="")
+
+
+def narrow_gradients(plan: Plan) -> Plan | None:
+    """Gradients are summed and reduced in the dtype of forward and backward."""
+    n = _mastered(plan)
+    return None if n is None else _with_bucket(plan, n, reduce=plan.buckets[n].compute_dtype)
+
+
+def wide_copy(plan: Plan) -> Plan | None:
+    """Chunks read parameters of another dtype than they were captured in, with states of that size."""
+    n = _mastered(plan)
+    if n is None:
+        return None
+    plan, sizes = _with_bucket(plan, n, compute=""), flat_bytes(plan.buckets[n])
+    states = [
+        [replace(s, nbytes=sizes["master"]) if (s.category, s.name) == ("param", plan.buckets[n].id) else s for s in r.states]
+        for r in plan.roles
+    ]
+    kept = [[s for s in of if (s.category, s.name) != ("master", plan.buckets[n].id)] for of in states]
+    return replace(plan, roles=tuple(replace(r, states=tuple(s)) for r, s in zip(plan.roles, kept, strict=True)))
+
+
 COMPILER: tuple[Change, ...] = (
     no_receive_wait, no_send_wait, no_reduction_wait, reduce_early, free_early, free_never, free_twice, free_while_sent,
     no_buffer, wrong_skip_tensor, stale_saved_tensor, swap_inputs, same_rows, crossed_channel, lose_operand, double_operand,
     skip_weight_gradient, repeat_weight_gradient, seed_without_scale, seed_without_replicas, buffer_order, drop_reduction,
     double_reduction, lonely_reduction, reduce_over_roles_only, reductions_in_other_order, tied_copies_apart, forget_bucket,
     forget_clip, forget_weight, tied_twice_in_norm, norm_before_reduction, overlapping_gradients, wrong_group,
-    wrong_rank_order, lost_parameter,
+    wrong_rank_order, lost_parameter, lost_master, narrow_master, narrow_gradients, wide_copy,
 )  # fmt: skip

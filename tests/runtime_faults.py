@@ -142,14 +142,63 @@ def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.plan.replica_of(rank.rank) == 0:
         return run
-    flats = [(rank.store.flat_params[b], rank.store.flat_params[b].clone()) for b in part.op.buckets]
+    return _undone(run, [flat for b in part.op.buckets for flat in (rank.store.flat_params[b], rank.store.own_masters[b])])
 
-    def update() -> None:
+
+def _stale_copies(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run = bind(part, rank)
+    if not isinstance(part.op, Update):
+        return run
+    return _undone(run, [t for b, t in rank.store.own_params.items() if t is not rank.store.own_masters[b]])
+
+
+def _stale_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    """The optimizer updates the copies, and the masters stay."""
+    run = bind(part, rank)
+    if not isinstance(part.op, Update):
+        return run
+    return _undone(run, [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]])
+
+
+def _no_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    """What is updated has no more digits than bfloat16."""
+    run, masters = bind(part, rank), [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]]
+    return _rounded(run, masters) if isinstance(part.op, Update) else run
+
+
+def _narrow_sums(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    """Gradients are summed in bfloat16."""
+    run = bind(part, rank)
+    return _rounded(run, list(_accumulators(part, rank).values())) if _mixed(rank) else run
+
+
+def _narrow_reduction(part: Part, rank: RankState, bind: BindOperand) -> Operand:
+    operand = bind(part, rank)
+    if not (_bucket_reduce(part) and _mixed(rank)):
+        return operand
+
+    def narrow() -> torch.Tensor:
+        tensor = operand()
+        return tensor.copy_(tensor.bfloat16())
+
+    return narrow
+
+
+def _mixed(rank: RankState) -> bool:
+    return any(bucket.mastered for bucket in rank.store.buckets)
+
+
+def _rounded(run: Thunk, tensors: list[torch.Tensor]) -> Thunk:
+    """A part behind which these tensors are rounded to bfloat16."""
+    if not tensors:
+        return run
+
+    def rounded() -> None:
         run()
-        for flat, old in flats:
-            flat.copy_(old)
+        for tensor in tensors:
+            tensor.copy_(tensor.bfloat16())
 
-    return update
+    return rounded
 
 
 def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> Thunk:
@@ -157,7 +206,7 @@ def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> 
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
         return run
-    flats = [rank.store.flat_params[b] for b in part.op.buckets]
+    flats = [rank.store.own_masters[b] for b in part.op.buckets]
 
     def update() -> None:
         whole = [f[: f.numel() // VECTOR * VECTOR] for f in flats]
@@ -389,6 +438,11 @@ FAULTS: dict[str, Fault] = {
     "omit_clip": Fault("gradients are not clipped", part=_no_clip),
     "omit_loss_scale": Fault("the loss is not averaged over microbatches and replicas", part=_unit_seed),
     "stale_replica": Fault("one replica keeps its old parameters", part=_stale_replica),
+    "stale_copies": Fault("forward and backward read parameters that no update has written", part=_stale_copies),
+    "stale_master": Fault("the master is not updated", part=_stale_master),
+    "no_master": Fault("the master is rounded to bfloat16 after every update", part=_no_master),
+    "narrow_sums": Fault("gradients of microbatches are summed in bfloat16", part=_narrow_sums),
+    "narrow_reduction": Fault("gradients are reduced in bfloat16", operand=_narrow_reduction),
     "dead_fused_kernel": Fault("the fused optimizer does nothing for whole vectors", part=partial(_dead_kernel, flat=True)),
     "dead_plain_kernel": Fault("an optimizer without a fused kernel does nothing", part=partial(_dead_kernel, flat=False)),
     "swap_microbatches": Fault("inputs of two microbatches are swapped, targets are not", part=_swap_inputs),

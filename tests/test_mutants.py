@@ -13,7 +13,7 @@ from tests.mutants import CASES, MUTANTS, Mutant, Result
 def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> None:
     plan = mutants.plan_of(case)
     assert check(plan) == []
-    parity.assert_parity(compositions.run(case, plan), compositions.expected(case))
+    parity.assert_parity(compositions.run(case, plan), compositions.expected(case), mutants.tolerance_of(case))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.where}-{m.name}")

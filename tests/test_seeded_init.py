@@ -40,7 +40,7 @@ LAYOUTS = {
 def whole(job: Job) -> dict[str, Tensor]:
     """The tensors of the model that the judge makes at once, in the job's dtype."""
     model = constructed(job)
-    reference._widen(model, job.precision.dtype)
+    reference._cast_tensors(model, job.precision.dtype, job.precision.dtype)
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     plain = {f"{p}.{n}" if p else n: t for p, m in model.named_modules() for n, t in vars(m).items() if isinstance(t, Tensor)}
     return {n: t.detach() for n, t in (found | plain).items()}

@@ -11,7 +11,8 @@ from torch import nn
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import Affine, TensorSpec
 from piper_runtime.rank.code import ShippedCode
-from piper_runtime.rank.job import Job, Precision
+from piper_runtime.rank.job import Job
+from piper_runtime.rank.precision import Precision
 from piper_runtime.rank.rng import rng_seed
 
 WIDTH = 4

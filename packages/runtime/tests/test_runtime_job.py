@@ -11,7 +11,8 @@ from torch import nn
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import Chain, chain_job
 from piper_ir.errors import JobError, SelectorError
-from piper_runtime.rank.job import Job, Precision, call_batch, flatten_batch, initial_state, materialize, microbatch_rows
+from piper_runtime.rank.job import Job, call_batch, flatten_batch, initial_state, materialize, microbatch_rows
+from piper_runtime.rank.precision import Precision
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,15 @@ def test_unusable_fields_are_refused_by_name(field: str, value: Any, says: str) 
 def test_precision_names_what_is_accepted() -> None:
     with pytest.raises(JobError, match="float64, float32, bfloat16"):
         Precision(params="float16")
-    with pytest.raises(JobError, match="mixed precision"):
-        Precision(params="float32", compute="bfloat16")
     assert Precision(params="float64", reduce="float64").dtype is torch.float64
+
+
+def test_precision_has_one_dtype_unless_told_otherwise() -> None:
+    plain = Precision(params="bfloat16")
+    assert plain.dtype is plain.compute_dtype is plain.reduce_dtype is torch.bfloat16 and plain.sums_in is None
+    mixed = Precision(params="float32", compute="bfloat16")
+    assert mixed.compute_dtype is torch.bfloat16 and mixed.dtype is mixed.reduce_dtype is mixed.sums_in is torch.float32
+    assert Precision(params="float32", keep={"a.*": "bfloat16"}).sums_in is torch.float32
 
 
 def test_batches_are_named_by_their_paths() -> None:
@@ -83,6 +90,13 @@ def test_the_initial_state_has_every_tensor_once_in_its_dtype() -> None:
     assert state.params["a.weight"].dtype is state.buffers["mask"].dtype is torch.float64
     assert state.buffers["steps"].dtype is torch.int64
     assert state.buffers["turns"].dtype is torch.complex64 and state.buffers["turns"][0].imag == 2
+
+
+def test_buffers_are_cast_to_float64_only() -> None:
+    for dtype, compute in ((torch.bfloat16, None), (torch.float64, torch.float32)):
+        state = initial_state(Odd(), dtype, compute)
+        assert state.params["a.weight"].dtype is dtype and state.buffers["mask"].dtype is torch.float32
+    assert initial_state(Odd(), torch.float64).buffers["mask"].dtype is torch.float64
 
 
 def test_a_state_dict_has_the_names_of_the_module_and_leaves_it_alone() -> None:

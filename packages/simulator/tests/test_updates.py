@@ -23,6 +23,12 @@ def test_bfloat16_without_states() -> None:
     assert sum(update_bytes(Updated(2 * N, 2 * N, 0, 2, 1, False), fused=True)) / N == 2 * 2 + 2 + 2
 
 
+def test_a_master_is_read_once_more_and_its_copy_written() -> None:
+    mixed = Updated(4 * N, 4 * N, 8 * N, 4, 3, False, (2 * N, 2 * N, 2 * N))
+    assert sum(update_bytes(mixed, fused=True)) / N == pytest.approx(28 + 4 + 4 + 2)
+    assert len(update_bytes(mixed, fused=True)) == 10 + 3 + 3
+
+
 def test_operation_by_operation_takes_more() -> None:
     """AdamW: 20 tensors of a parameter's size are read or written, SGD with momentum 8, without 3."""
     moved = [sum(update_bytes(Updated(4 * N, 4 * N, s * 4 * N, 4, 1, False), fused=False)) / (4 * N) for s in range(4)]

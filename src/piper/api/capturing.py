@@ -33,7 +33,7 @@ class CaptureKey:
         model: Code and values of the model function, or of what it makes where that may depend on more.
         loss: Code and values of the loss.
         batch: Structure, shapes and dtypes of a batch.
-        precision: The dtype of parameters.
+        precision: The dtypes of parameters, batch and gradient accumulators.
         costs: Code and values of the costs of operators that `piper.op_cost` has set.
         settings: torch's settings that operations depend on.
     """
@@ -115,7 +115,7 @@ def capture_key(job: Job) -> CaptureKey | None:
             return None
         model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
-    return CaptureKey(model, loss, _batch_of(job), job.precision.params, costs, tuple(map(str, settings)))
+    return CaptureKey(model, loss, _batch_of(job), job.precision.key, costs, tuple(map(str, settings)))
 
 
 def _batch_of(job: Job) -> str:
@@ -153,6 +153,14 @@ def _capture(job: Job) -> Captured:
     from piper_compiler.capture import capture
     from piper_runtime.rank import call_batch
 
-    batch = partial(call_batch, job.batch, 0)
+    batch, given = partial(call_batch, job.batch, 0), job.precision
     with no_garbage_collection():
-        return capture(job.model, batch, job.loss, dtype=job.precision.dtype, most=job.global_batch)
+        return capture(
+            job.model,
+            batch,
+            job.loss,
+            dtype=given.compute_dtype,
+            reduce=given.sums_in,
+            keep=given.kept,
+            most=job.global_batch,
+        )

@@ -113,8 +113,17 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
         raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
     spec = optimizer_spec(source, captured.program.params)
-    whole = "" if spec.flat else spec.kind
-    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes, whole)
+    given = source.precision
+    training = Training(
+        spec.group_of,
+        spec.state_bytes,
+        source.clip_norm,
+        source.tokens_per_row,
+        spec.update_bytes,
+        "" if spec.flat else spec.kind,
+        given.params,
+        given.reduce or given.params,
+    )
     return captured, spec, training
 
 

@@ -160,7 +160,8 @@ def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
         for part in instr.parts
         if isinstance(part.op, COMM)
     }
-    gradient = sum(bind(p.spec.numel, 0) * ITEM_BYTES[p.spec.dtype] for p in plan.params if p.trained)
+    reduced = {name: ITEM_BYTES[b.reduce_dtype] for b in plan.buckets for name in b.params}
+    gradient = sum(bind(p.spec.numel, 0) * reduced[p.name] for p in plan.params if p.name in reduced)
     boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
     most, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
     while grid[-1] < most:

@@ -1,8 +1,8 @@
 """Train a job by plain PyTorch on one device, and compare a run of a plan with it.
 
 The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It
-shares no code with Piper: the rows of a microbatch and the seed of random operations are restated here from their
-written rules.
+shares no code with Piper: the rows of a microbatch, the seed of random operations and the casts of mixed precision are
+restated here from their written rules.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from statistics import median
 from typing import Any
@@ -69,6 +70,7 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
         torch.manual_seed(job.seed)
         trainer = _Trainer(job, replicas, microbatches, head)
         results = [trainer.step(step) for step in range(steps)]
+    trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
@@ -81,28 +83,28 @@ class _Trainer:
 
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
-        self.dtype = getattr(torch, job.precision.params)
+        params = getattr(torch, job.precision.params)
+        self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
-        _widen(self.model, self.dtype)
+        _cast_tensors(self.model, params, self.compute)
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = _RandomState(self.model, job.seed, head)
-        self.optimizer = job.optimizer(list(self.model.named_parameters()))
+        self.updated = _Updated(self.model, job.precision)
+        self.optimizer = job.optimizer(self.updated.named())
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
     def step(self, step: int) -> tuple[float, Tensors]:
         """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
         self.optimizer.zero_grad(set_to_none=True)
         losses, weights = self._accumulate(step)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        received = [p.grad for p in parameters if p.grad is not None]
         # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
         scale = 1.0 / (sum(weights) if weights else len(losses))
-        for gradient in received:
-            gradient.mul_(scale)
+        self.updated.take_sums(scale)
         if self.job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
-        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+            nn.utils.clip_grad_norm_([p for _, p in self.updated.named()], self.job.clip_norm)
+        gradients = {n: p.grad.clone() for n, p in self.updated.named() if p.grad is not None}
         self.optimizer.step()
+        self.updated.write()
         if self.scheduler is not None:
             self.scheduler.step()
         return sum(losses) * scale, gradients
@@ -122,6 +124,7 @@ class _Trainer:
                 loss = self._loss(step, range(start, start + rows))
                 value, *weight = loss if isinstance(loss, tuple) else (loss,)
                 value.backward()
+                self.updated.add()
                 losses.append(float(value.detach()))
                 weights += [float(w) for w in weight]
             first = first or [b.clone() for b in self.model.buffers()]
@@ -141,22 +144,63 @@ class _Trainer:
             return self.job.loss(output, targets)
 
     def _cast(self, leaf: Any) -> Any:
-        return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return leaf.to(self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _widen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast every floating-point tensor of a module in place: parameters, buffers and plain attributes.
+class _Updated:
+    """Hold what the optimizer updates, and sums of gradients; the module has copies where it computes otherwise."""
 
-    Tensors that share memory share it afterwards: training one trains the other, as it does in the user's module.
-    Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
+    def __init__(self, model: nn.Module, precision: Any):
+        compute, self._sums_in = (getattr(torch, d or precision.params) for d in (precision.compute, precision.reduce))
+        self._model, self._sums = model, dict[str, Tensor]()
+        self._masters: dict[str, nn.Parameter] = {}
+        for name, p in model.named_parameters():
+            kept = [getattr(torch, d) for pattern, d in precision.keep.items() if fnmatchcase(name, pattern)]
+            if p.is_floating_point() and p.dtype != (dtype := [*kept, compute][0]):
+                self._masters[name] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                p.data = p.detach().to(dtype)
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that are updated, under their first names."""
+        return [(n, self._masters.get(n, p)) for n, p in self._model.named_parameters()]
+
+    def add(self) -> None:
+        """Add the gradients of a microbatch to the sums; where the dtypes are equal, autograd does that."""
+        for name, p in self._model.named_parameters():
+            if p.grad is not None and p.grad.dtype != self._sums_in:
+                self._sums.setdefault(name, torch.zeros(p.shape, dtype=self._sums_in)).add_(p.grad)
+                p.grad = None
+
+    def take_sums(self, scale: float) -> None:
+        """Give the scaled sums to the parameters that are updated, as their gradients; begin new sums."""
+        own = dict(self._model.named_parameters())
+        for name, p in self.named():
+            total, own[name].grad = self._sums.pop(name, own[name].grad), None
+            if total is not None:
+                p.grad = (total.to(torch.promote_types(total.dtype, p.dtype)) * scale).to(p.dtype)
+
+    def write(self, *, whole: bool = False) -> None:
+        """Write the module's copies, or in the end let it have what they are copies of (`whole`)."""
+        for name, p in self._model.named_parameters():
+            if name in self._masters:
+                master, p.grad = self._masters[name], None
+                p.data, master.grad = master.detach() if whole else master.detach().to(p.dtype), None
+
+
+def _cast_tensors(model: nn.Module, params: torch.dtype, compute: torch.dtype) -> None:
+    """Cast the floating-point parameters of a module in place; under float64 its buffers and plain attributes, too.
+
+    Tensors that share memory and dtype share memory afterwards: training one trains the other, as it does in the user's
+    module. Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
     """
-    casts: dict[tuple[int, torch.dtype], Tensor] = {}
+    casts: dict[tuple[int, torch.dtype, torch.dtype], Tensor] = {}
     values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
     for tensor in {id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()}.values():
+        dtype = params if isinstance(tensor, nn.Parameter) else torch.float64 if compute == torch.float64 else tensor.dtype
         if tensor.dtype == dtype:
             continue
         memory = tensor.untyped_storage()
-        key = (memory.data_ptr() or id(tensor), tensor.dtype)  # without elements there is no address, and nothing to share
+        key = (memory.data_ptr() or id(tensor), tensor.dtype, dtype)  # without elements: no address, and nothing to share
         if key not in casts:
             casts[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).to(dtype)
         tensor.data = casts[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from piper.models.gpt import GPT, GPTConfig
 from piper.models.llama import Llama, LlamaConfig
+from piper.models.moe import MoEConfig
 from piper.models.presets import Config, preset
 from piper_ir.errors import JobError
 from piper_runtime.rank import Job, Precision
@@ -25,7 +26,7 @@ def job(
     *,
     global_batch: int,
     length: int | None = None,
-    precision: str = "bfloat16",
+    precision: str | Precision | None = None,
     lr: float = 3e-4,
     clip_norm: float | None = None,
     seed: int = 0,
@@ -39,7 +40,8 @@ def job(
         model: The name of a preset, or sizes.
         global_batch: Rows of a step over all replicas.
         length: Tokens per row, instead of the model's own.
-        precision: The dtype of parameters, activations and gradients.
+        precision: The dtypes, or the name of one for all. The default computes in bfloat16 and updates in float32
+            (`mixed`).
         lr: The learning rate.
         clip_norm: The largest norm of the gradients.
         seed: As in `piper.Job`.
@@ -56,9 +58,18 @@ def job(
         global_batch=global_batch,
         tokens_per_row=config.length,
         clip_norm=clip_norm,
-        precision=Precision(params=precision),
+        precision=mixed(config) if precision is None else Precision(precision) if isinstance(precision, str) else precision,
         seed=seed,
     )
+
+
+def mixed(config: Config) -> Precision:
+    """Return bfloat16 for forward and backward, and float32 for parameters, their sums of gradients and AdamW's state.
+
+    The router of a mixture computes in float32: a rounded score sends a token to another expert.
+    """
+    keep = {"*.router.*": "float32"} if isinstance(config, MoEConfig) else {}
+    return Precision(params="float32", compute="bfloat16", reduce="float32", keep=keep)
 
 
 def parameter_count(config: Config) -> int:

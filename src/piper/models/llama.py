@@ -82,7 +82,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
 
-    The rotary angles are buffers that no state_dict holds. Like all of a job they have its dtype.
+    The rotary angles are buffers that no state_dict holds. They are in float32 beside parameters of bfloat16, too.
     """
 
     cos: Tensor

@@ -90,9 +90,13 @@ class Experts(nn.Module):
         return each.view(rows, length, top_k, width).sum(2)
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return shares and numbers [rows, T, top_k] of each token's experts; the softmax is in float32 at least."""
+        """Return shares and numbers [rows, T, top_k] of each token's experts; the softmax is in float32 at least.
+
+        The router computes in the dtype of its weight, which a job may keep wider than that of x.
+        """
         exact = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-        share, chosen = self.router(x).softmax(-1, dtype=exact).topk(self.config.top_k, dim=-1)
+        scores = self.router(x.to(self.router.weight.dtype))
+        share, chosen = scores.softmax(-1, dtype=exact).topk(self.config.top_k, dim=-1)
         return (share / share.sum(-1, keepdim=True)).to(x.dtype), chosen
 
     def places(self, expert: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,9 +51,9 @@ def rotary(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to x [rows, T, heads, head_dim]."""
+    """Apply rotary positions to x [rows, T, heads, head_dim], computed with the digits of the angles."""
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([b, a], dim=-1) * sin
+    return (x * cos + torch.cat([b, a], dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):

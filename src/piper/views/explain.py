@@ -9,8 +9,9 @@ from piper.api.compiling import Compiled, advancing_notice
 from piper.views.explain_recompute import recomputation
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
+from piper_ir.plan_bytes import bucket_bytes
 from piper_ir.program import Chunk, Step
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
@@ -187,7 +188,7 @@ def _communication(plan: Plan) -> str:
         lines.append(f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {channel.purpose}")
     for bucket in plan.buckets:
         if bucket.channel:
-            size = size_text(bucket.numel * ITEM_BYTES[bucket.dtype])
+            size = size_text(bucket_bytes(bucket))
             shown = ", ".join(bucket.params[:3]) + (", ..." if len(bucket.params) > 3 else "")
             lines.append(f"  {bucket.id:24} {size} reduced over {bucket.channel}: {shown}")
     return "\n".join(["communication", *lines]) if lines else "communication: none"

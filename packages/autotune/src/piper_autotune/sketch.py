@@ -17,6 +17,7 @@ from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.ops import KEEP_ALL, Compute
 from piper_ir.plan import COMPUTE, Bucket, Instr, Part, RolePlan
+from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
 from piper_simulator import CostModel, Device, device_memory, model_for
@@ -211,24 +212,25 @@ class Sketches:
         """Return the bytes of state of a role with these chunks.
 
         Elements are exact, without the padding of buckets; the optimizer's state is that of one bucket per group and
-        dtype.
+        dtypes.
         """
         program, training = self._problem.program, self._problem.training
         names = {(i.kind, i.ref) for c in chunks for i in program.chunk(c).inputs if i.kind in ("param", "buffer")}
         trained = {name for c in chunks for name in trains(program.chunk(c))}
         total = sum(bind(b.spec.nbytes, 0) for b in program.buffers if ("buffer", b.name) in names)
-        groups: dict[tuple[int, str], list[tuple[str, int]]] = {}
+        groups: dict[tuple[int, tuple[str, str, str]], list[tuple[str, int]]] = {}
         for p in program.params:
             if ("param", p.name) not in names:
                 continue
-            total += bind(p.spec.nbytes, 0)
-            if p.name in trained:
+            if p.name not in trained:
                 total += bind(p.spec.nbytes, 0)
-                group = training.group_of.get(p.name, 0)
-                groups.setdefault((group, p.spec.dtype), []).append((p.name, bind(p.spec.numel, 0)))
-        for (group, dtype), members in groups.items():
+                continue
+            group = training.group_of.get(p.name, 0)
+            groups.setdefault((group, training.bucket_dtypes(p)), []).append((p.name, bind(p.spec.numel, 0)))
+        for (group, (dtype, compute, reduce)), members in groups.items():
             ids, numel = tuple(name for name, _ in members), sum(n for _, n in members)
-            total += training.state_bytes(Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group))
+            bucket = Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group, compute=compute, reduce=reduce)
+            total += sum(flat_bytes(bucket).values()) + training.state_bytes(bucket)
         return total
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import Collective, Compute, Op
+from piper_ir.plan_bytes import state_message_bytes
 from piper_ir.program import Chunk, Cost, Step
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 
 FLOPS = 3e14
 """The FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""
@@ -52,9 +53,7 @@ def collective_seconds(nbytes: int) -> float:
 def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int:
     """Return the bytes of a collective's message, its whole tensor, at this many rows per microbatch."""
     if op.bucket:
-        bucket = graph.buckets[op.bucket]
-        kept = graph.mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1
-        return bucket.numel * ITEM_BYTES[bucket.dtype] // kept
+        return state_message_bytes(graph.buckets[op.bucket], op, graph.mesh)
     return bind(graph.values[(node.reads if op.law.reads == "whole" else node.writes)[0]].spec.nbytes, rows)
 
 

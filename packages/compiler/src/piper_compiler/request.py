@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from piper_compiler.strategy import Strategy
 from piper_ir.costs import Costs
 from piper_ir.plan import Bucket, DeviceType
-from piper_ir.program import Program
+from piper_ir.program import Param, Program
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Training:
         tokens_per_row: tokens in a row of the batch, for figures per token.
         update_bytes: bytes of temporaries that the optimizer holds in an update.
         whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
+        params: the dtype in which it updates parameters; "" for theirs in forward and backward.
+        reduce: the dtype in which gradients are summed and reduced; "" for that of the update.
     """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -30,6 +32,17 @@ class Training:
     tokens_per_row: int | None = None
     update_bytes: int = 0
     whole: str = ""
+    params: str = ""
+    reduce: str = ""
+
+    def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
+        """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.
+
+        The last two are "" where they are the first.
+        """
+        updated = self.params or param.spec.dtype
+        summed = self.reduce or updated
+        return updated, param.spec.dtype if param.spec.dtype != updated else "", summed if summed != updated else ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import op_name
 from piper_ir.plan import COMPUTE
-from piper_ir.sizes import ITEM_BYTES
+from piper_ir.plan_bytes import bucket_bytes
 
 _DERIVED = ("chunk", "phase", "op", "mb")
 """The coordinates that the id of a node shows already."""
@@ -83,6 +83,6 @@ def _replication(graph: Graph) -> Iterable[str]:
 
 def _buckets(graph: Graph) -> Iterable[str]:
     for bucket in graph.buckets.values():
-        size = bucket.numel * ITEM_BYTES[bucket.dtype]
+        size = bucket_bytes(bucket)
         reduced = f", reduced by {bucket.channel}" if bucket.channel else ""
         yield f"{bucket.id}: {' '.join(bucket.params)}, {size} bytes on {' '.join(bucket.roles)}{reduced}"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
+from piper_ir.bucket_dtypes import BucketDtypes
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
@@ -39,14 +40,14 @@ DeviceType = Literal["", "cpu", "cuda"]
 """The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
 
 Category = Literal[
-    "param", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
-]
+    "param", "master", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
+]  # fmt: skip
 """The use of memory.
 
-States are param, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a rank
-keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and
-saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds beyond
-its values.
+States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a
+rank keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs
+and saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds
+beyond its values.
 """
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -121,19 +122,22 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(BucketDtypes):
     """Describe a flat buffer for parameters and their gradients, which is the same for every role that holds it.
 
     Attributes:
         params: the parameters whose gradients it holds, in order.
         offsets: where the gradients start, in elements; 256-byte aligned.
-        numel: the number of elements.
+        numel: the number of elements; `dtype` is the one in which the optimizer updates its parameters.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
         channel: the channel that all-reduces it, or what a rank keeps of it; "" when no other rank has the same.
         shard: the axes along which ranks share its states.
         gather: the channel on each of `roles` that gathers its parameters; empty when the optimizer's states are whole.
         scatter: likewise the channel that reduces its gradients and scatters them.
+        compute: the dtype of its parameters in forward and backward; "" for `dtype`. Where they differ, holders have a
+            state "master", which is updated, and from which "param" is written.
+        reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
     """
 
     id: str
@@ -148,6 +152,8 @@ class Bucket:
     shard: Shards = UNSHARDED
     gather: tuple[str, ...] = ()
     scatter: tuple[str, ...] = ()
+    compute: str = ""
+    reduce: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Comm, Fold, Fresh, Recv, Send, SquaredNorm, Update
-from piper_ir.plan import Bucket, Part, Plan, RolePlan
+from piper_ir.plan import Bucket, Part, Plan, RolePlan, State
+from piper_ir.shards import SharedState
 from piper_ir.sizes import ITEM_BYTES, bind
 
 
@@ -26,10 +28,18 @@ class PlanBytes:
                 return nbytes
             case Fold():  # reads its value and the kept gradients, and writes these
                 return 3 * nbytes
-            case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
-                return nbytes + 2 * sum(s.nbytes for s in role.states if s.flat and s.name in buckets)
+            case Update(buckets=buckets):
+                return nbytes + sum(self._updated(s) for s in role.states if s.flat and s.name in buckets)
             case _:
                 return nbytes
+
+    def _updated(self, state: State) -> int:
+        """Return the bytes of a state that an update reads and writes.
+
+        Parameters, optimizer state and (to zero it) the gradient are read and written; the copy of a master is written.
+        """
+        copied = state.category == "param" and self._plan.bucket(state.name).mastered
+        return state.nbytes * (1 if copied else 2)
 
     def _kept(self, bucket: str) -> int:
         """Return the bytes of the gradients of a bucket that the optimizer of a rank sees."""
@@ -40,7 +50,7 @@ class PlanBytes:
         """Return the bytes of a communication's message: of the sent value, or of the whole tensor of a collective."""
         match op:
             case Collective(bucket=bucket) if bucket:
-                return state_message_bytes(self._plan, op)
+                return state_message_bytes(self._plan.bucket(bucket), op, self._plan.mesh)
             case Send():
                 message = part.reads
             case Recv():
@@ -61,11 +71,21 @@ class PlanBytes:
 
 def bucket_bytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket's gradients."""
-    return bucket.numel * ITEM_BYTES[bucket.dtype]
+    return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
 
 
-def state_message_bytes(plan: Plan, op: Collective) -> int:
+def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, int]:
+    """Return the bytes of a bucket's states by category, without those of the optimizer.
+
+    With a mesh they are those of one rank, which may share them with others.
+    """
+    kinds: tuple[SharedState, ...] = ("param", "master", "grad") if bucket.mastered else ("param", "grad")
+    parts = {kind: mesh.degree(bucket.shard.of(kind)) if mesh else 1 for kind in kinds}
+    return {kind: bucket.numel * ITEM_BYTES[bucket.dtype_of(kind)] // parts[kind] for kind in kinds}
+
+
+def state_message_bytes(bucket: Bucket, op: Collective, mesh: Mesh) -> int:
     """Return the bytes of the whole tensor of a collective on a bucket's state."""
-    bucket = plan.bucket(op.bucket)
-    kept = plan.mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1  # it is among those that keep the same part
-    return bucket_bytes(bucket) // kept
+    kept = mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1  # it is among those that keep the same part
+    item = ITEM_BYTES[bucket.compute_dtype if op.law.state == "param" else bucket.reduce_dtype]
+    return bucket.numel * item // kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-SharedState = Literal["param", "grad", "optim"]
+SharedState = Literal["param", "master", "grad", "optim"]
 """The states of a bucket, as categories of memory."""
 
 
@@ -28,7 +28,7 @@ class Shards:
                 return self.params
             case "grad":
                 return self.grads
-            case "optim":
+            case "optim" | "master":
                 return self.optim
             case _:
                 assert_never(category)

@@ -53,10 +53,8 @@ def _slices(logits: Tensor) -> list[slice]:
 
 def _cross_entropy_fake(logits: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> tuple[Tensor, Tensor]:
     _check(logits, target, reduction)
-    rows = logits.shape[:1]
-    return contiguous_empty(logits, rows if reduction == "none" else ()), contiguous_empty(
-        logits, rows, accumulate_dtype(logits.dtype)
-    )
+    rows, dtype = logits.shape[:1], accumulate_dtype(logits.dtype)
+    return contiguous_empty(logits, rows if reduction == "none" else (), dtype), contiguous_empty(logits, rows, dtype)
 
 
 def _cross_entropy_kernel(
@@ -64,14 +62,13 @@ def _cross_entropy_kernel(
 ) -> tuple[Tensor, Tensor]:
     slices = _slices(logits)
     if len(slices) == 1:
-        loss, lse = _slice_loss(logits, target, reduction, ignore_index)
-        return loss.to(logits.dtype), lse
+        return _slice_loss(logits, target, reduction, ignore_index)
     found = [_slice_loss(logits[rows], target[rows], "none", ignore_index) for rows in slices]
     losses, lse = (torch.cat(tensors) for tensors in zip(*found, strict=True))
     if reduction == "none":
-        return losses.to(logits.dtype), lse
+        return losses, lse
     total = losses.sum()
-    return (total / (target != ignore_index).sum() if reduction == "mean" else total).to(logits.dtype), lse
+    return total / (target != ignore_index).sum() if reduction == "mean" else total, lse
 
 
 def _slice_loss(logits: Tensor, target: Tensor, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -159,6 +156,7 @@ cross_entropy = define(
 )
 """An op that takes logits (N, C) and an int64 target (N,), and returns (loss, logsumexp).
 
-The loss has the logits' dtype and is a scalar, or (N,) for reduction "none"; the logsumexp is (N,) in float32 or
-float64. The mean is over targets other than ignore_index, and nan if there are none, as torch's.
+The loss is a scalar, or (N,) for reduction "none"; the logsumexp is (N,). Both are in float64 for logits of float64,
+else in float32: torch rounds the loss of bfloat16 logits to bfloat16, which has three digits. The mean is over targets
+other than ignore_index, and nan if there are none, as torch's.
 """

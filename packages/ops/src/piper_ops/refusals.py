@@ -94,8 +94,8 @@ _CTC = Refusal(
 )
 _AUTOCAST = Refusal(
     "autocast inside the model: its casts of parameters would be saved for every microbatch",
-    "Mixed precision is not supported yet. Remove it to train in the one dtype of Job.precision, such as "
-    "Precision(params='bfloat16'); autocast(enabled=False) may stay.",
+    "Remove it and say so in the job: Job(precision=Precision(params='float32', compute='bfloat16')); "
+    "autocast(enabled=False) may stay.",
     ("device_type", "dtype", "enabled", "cache_enabled"),
     lambda bound: bound.get("enabled", True) is not False,
     everywhere=True,

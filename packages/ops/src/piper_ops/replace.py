@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,3 +59,38 @@ def _rewrite(graph: fx.Graph, node: fx.Node, examples: Examples) -> None:
         result = rewrite(Builder(graph, node, examples), bound)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    if _dtype(result) != _dtype(node):
+        _refresh(result, examples)
+
+
+def _refresh(wider: fx.Node, examples: Examples) -> None:
+    """Compute anew what depends on a result that has another dtype than the call that it stands for.
+
+    The loss of bfloat16 logits does: it is float32. What the model makes of it then is, too.
+    """
+    changed, node = {wider}, wider.next
+    while node.op != "root":
+        if node.op in ("call_function", "call_method") and changed.intersection(node.all_input_nodes):
+            before = _dtype(node)
+            node.meta["example_value"] = _example(node, examples)
+            if _dtype(node) != before:
+                changed.add(node)
+        node = node.next
+
+
+def _example(node: fx.Node, examples: Examples) -> Any:
+    def function(*args: Any) -> Any:
+        call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+        return call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["example_value"])
+    try:
+        with torch.set_grad_enabled(getattr(node.meta["example_value"], "requires_grad", True)):
+            return examples.of((node.target, str(node.kwargs)), function, *args)
+    except (RuntimeError, TypeError, ValueError) as error:
+        advice = "The loss of bfloat16 logits is float32 here: cast one of them."
+        raise unsupported(node, f"it cannot be computed: {error}", advice) from error
+
+
+def _dtype(node: fx.Node) -> object:
+    return getattr(node.meta.get("example_value"), "dtype", None)

@@ -91,14 +91,15 @@ def _cross_entropy(call: Call) -> Workspace:
     item = accumulate_dtype(logits.dtype).itemsize
     if logits.dtype == torch.bfloat16:
         rows = 2 * item * classes - 8  # less what is not there yet: the slice's losses and logsumexps
-        return _in_slices(logits, 4 * tokens - 2, rows)
+        return _in_slices(logits, 4 * tokens - 4, rows)
     return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
 
 
 def _cross_entropy_dgrad(call: Call) -> Workspace:
     """Count per row its scale, whether it counts, and its index; beside these one slice.
 
-    In half precision that is a slice of probabilities in float32, else the negated scales of a slice.
+    In half precision that is a slice of probabilities in float32 and the number that is subtracted at the targets, else
+    the negated scales of a slice.
     """
     logits = call.tensor("logits")
     tokens, classes = logits.shape

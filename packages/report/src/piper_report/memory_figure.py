@@ -28,7 +28,7 @@ from piper_report.style import (
 )
 
 MOST_PANELS = 8
-STATES = ("param", "grad", "optim", "buffer")
+STATES = ("param", "master", "grad", "optim", "buffer")
 MOST_SAMPLES = 800
 """The most samples drawn per rank; of more, the fullest in each of as many equal stretches of time is drawn."""
 

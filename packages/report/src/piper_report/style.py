@@ -23,7 +23,7 @@ from piper_ir.phases import Phase
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
 INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
-NAVY, TEAL = "#1B2A5C", "#2F8F8B"
+NAVY, TEAL, BROWN = "#1B2A5C", "#2F8F8B", "#8C5A2B"
 MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
 """The colours of microbatches: i has colour i modulo 6, and its number where there is room."""
 PHASE_COLOURS: Mapping[Phase, str] = {
@@ -31,7 +31,7 @@ PHASE_COLOURS: Mapping[Phase, str] = {
     "batch": PALE,
 }  # fmt: skip
 CATEGORIES = {
-    "param": BLUE, "grad": SKY, "optim": GREEN, "buffer": GREY, "gathered": NAVY, "reduced": TEAL,
+    "param": BLUE, "master": BROWN, "grad": SKY, "optim": GREEN, "buffer": GREY, "gathered": NAVY, "reduced": TEAL,
     "activation": ORANGE, "gradient": RED, "batch": PURPLE, "scalar": PALE, "workspace": YELLOW,
 }  # fmt: skip
 """The colours of memory by `piper_ir.plan.Category`, from the bottom of the stack upwards."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
+from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec, check_rows
 from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
@@ -39,6 +40,8 @@ def capture(
     loss: Loss,
     *,
     dtype: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+    keep: Mapping[str, torch.dtype] | None = None,
     most: int = ASKED_ROWS,
 ) -> Captured:
     """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
@@ -53,7 +56,10 @@ def capture(
         batch: rows -> (inputs, targets). inputs is a tensor, a tuple (positional) or a dict (keyword), targets any nest
             of tensors; dimension 0 of every tensor is the rows.
         loss: a mean over the rows, or (sum, weight).
-        dtype: floating-point parameters, buffers and batch tensors are cast to it.
+        dtype: floating-point parameters and batch tensors are cast to it. Buffers stay as the model made them, but for
+            float64, which is there to compare: all is in float64 then.
+        reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
+        keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
         most: rows that `batch` has; it is asked for two of them at most.
 
     Raises:
@@ -62,21 +68,21 @@ def capture(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:
-        forward = capture_forward(model, batch, loss, dtype, most)
+        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most)
         check_steady(forward)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-        return _Assembly(forward, pieces).captured()
+        return _Assembly(forward, pieces, reduce).captured()
 
 
 class _Assembly:
     """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
-    def __init__(self, forward: Forward, pieces: Cut) -> None:
-        self._forward, self._cut = forward, pieces
+    def __init__(self, forward: Forward, pieces: Cut, reduce: torch.dtype | None) -> None:
+        self._forward, self._cut, self._reduce = forward, pieces, reduce
         self._store = CodeStore()
         self._requires = {p.name for p in forward.params if p.requires_grad}
         self._shapes: dict[fx.Node, TensorSpec] = {}
@@ -113,7 +119,7 @@ class _Assembly:
             r.kind == "loss" or (r.kind == "value" and (number, r.node) in self._wanted) for r in piece.results if not r.changed
         )
         code = self._code(piece, specs, needs_grad, mask)
-        self._store.add(code, TraceSpec(self._cut, piece, specs, needs_grad, mask))
+        self._store.add(code, TraceSpec(self._cut, piece, specs, needs_grad, mask, reduce=self._reduce))
         body = self._fitted.get(code)
         if body is None:
             body = self._fitted[code] = self._fit(code, piece, specs)
@@ -183,5 +189,6 @@ class _Assembly:
 
     def _code(self, piece: Piece, specs: Sequence[TensorSpec], needs_grad: Sequence[bool], mask: Sequence[bool]) -> str:
         slots = [f"{s.kind} {spec} {grad}" for s, spec, grad in zip(piece.slots, specs, needs_grad, strict=True)]
-        text = "\n".join([self._cut.text(piece), *slots, str(list(mask))])
+        sums = [f"sums {self._reduce}"] if self._reduce is not None else []
+        text = "\n".join([self._cut.text(piece), *slots, str(list(mask)), *sums])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

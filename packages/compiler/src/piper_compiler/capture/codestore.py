@@ -34,6 +34,7 @@ class TraceSpec:
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
         keep: the policy of recomputation.
+        reduce: the dtype of gradient accumulators; None for that of their parameters.
     """
 
     cut: Cut
@@ -42,17 +43,18 @@ class TraceSpec:
     needs_grad: tuple[bool, ...]
     tangent_mask: tuple[bool, ...]
     keep: str = KEEP_ALL
+    reduce: torch.dtype | None = None
 
     def trace(self, rows: int) -> TracedChunk:
         """Return the chunk's steps."""
         if not self.piece.opaque:
             return cut_chunk(self.joint(rows), self.keep)
         module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
-        return trace_opaque(module, self._inputs(rows), self.tangent_mask, random=random, keep=self.keep)
+        return trace_opaque(module, self._inputs(rows), self.tangent_mask, random=random, keep=self.keep, reduce=self.reduce)
 
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward, which is the same under any policy."""
-        return trace_joint(self.cut.module(self.piece, rows), self._inputs(rows), self.tangent_mask)
+        return trace_joint(self.cut.module(self.piece, rows), self._inputs(rows), self.tangent_mask, self.reduce)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [

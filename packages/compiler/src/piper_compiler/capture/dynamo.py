@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.attributes import held_tensors
+from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.contexts import drop_kernel_choices
 from piper_compiler.capture.dynamo_errors import as_capture_error
@@ -109,7 +110,10 @@ class Repeat:
 
 
 def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
-    """Return the captured results: the loss of a batch, and its weight if the user's loss gives one."""
+    """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
+
+    Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights.
+    """
     if isinstance(inputs, dict):
         output = model(**inputs)
     elif isinstance(inputs, tuple):
@@ -117,9 +121,12 @@ def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tenso
     else:
         output = model(inputs)
     result = loss(output, targets)
+    total, *rest = result if isinstance(result, tuple) else (result,)
+    if isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16):
+        total = total.float()
     if not isinstance(result, tuple):
-        return (result,)
-    total, weight = result
+        return (total,)
+    (weight,) = rest
     if isinstance(weight, Tensor):
         return total, weight.detach().to(total.dtype)
     return total, torch.full((), weight, dtype=total.dtype)
@@ -161,12 +168,13 @@ class _Recorder:
 
 
 def capture_forward(
-    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None, most: int = ASKED_ROWS
+    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, casts: Casts | None = None, most: int = ASKED_ROWS
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
+    casts = casts or Casts()
     with _torch.CAPTURING:
-        module = fake_model(model, _torch.fake_cpu(), dtype)
-        inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
+        module = fake_model(model, _torch.fake_cpu(), casts)
+        inputs, targets = check_batch(batch, EXAMPLE_ROWS, casts, most)
         state = KeptState({"model": module, "loss": loss}, step.__globals__)
         calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
         first = calls.trace()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
 from piper_ir.errors import CaptureError
 from piper_ops import REFUSALS, is_model_code
@@ -17,6 +18,8 @@ from piper_ops import REFUSALS, is_model_code
 FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]+))\(.*: got (\w+)\((['\"])(.*)\4\)", re.DOTALL)
 """A pattern for Dynamo's text of an operation that fails: the function or method, then class and text of the error."""
 
+DTYPES_DIFFER = re.compile(r"same dtype|same data ?type|to match query|expected scalar type|but got: \w*(Float|BFloat16|Double)")
+"""A pattern for the reasons of torch when two tensors of an operation have different floating-point dtypes."""
 CUSTOM_OP = (
     "A custom op needs an implementation of its shapes and a gradient:\n"
     "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
@@ -58,6 +61,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif names_device(text):
         advice = f"{DEVICES}."
+    elif DTYPES_DIFFER.search(reason):
+        advice = CASTS
     elif part == "loss" and (raised or "bind arguments" in text or "object has no attribute" in reason):
         advice = LOSS
     elif isinstance(error, _torch.RuntimeFailure) or raised:

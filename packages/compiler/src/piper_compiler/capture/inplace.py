@@ -62,7 +62,7 @@ FORMS: Mapping[OpOverload, InPlace] = {
 
 
 SUMMED = (torch.float32, torch.float64)
-"""The dtypes whose products are added while they are made; addmm_ refuses a float32 accumulator of half precision."""
+"""The dtypes whose products are added while they are made, to an accumulator of the same; addmm_ takes no other one."""
 
 
 def reuse_dying_arguments(step: StepGraph) -> None:
@@ -112,6 +112,7 @@ def add_products_in_place(step: StepGraph) -> None:
             continue
         if product.target is not aten.mm.default or len(product.users) > 1:
             continue
-        if aliasing.tensor(product).dtype in SUMMED and aliasing.tensor(product).shape == aliasing.tensor(accumulator).shape:
+        made, total = aliasing.tensor(product), aliasing.tensor(accumulator)
+        if made.dtype in SUMMED and made.dtype == total.dtype and made.shape == total.shape:
             node.target, node.args = aten.addmm_.default, (accumulator, *product.args)
             step.graph.erase_node(product)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.fx.traceback
 from torch import fx
 
-from piper_compiler.capture import _torch_joint, kernels, liveness, phases
+from piper_compiler.capture import _torch_joint, aliasing, kernels, liveness, phases
 from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.codegen import StepCode, generate
 from piper_compiler.capture.inplace import add_products_in_place, reuse_dying_arguments
 from piper_compiler.capture.schedule import schedule
@@ -29,7 +30,12 @@ from piper_ir.errors import CaptureError
 from piper_ir.ops import KEEP_ALL
 from piper_ir.program import Signature, Step
 from piper_ir.sizes import TensorSpec
-from piper_ops import is_model_code
+from piper_ops import dtype_name, is_model_code
+
+aten = torch.ops.aten
+
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default)
+"""The ops whose kernels take tensors of one floating-point dtype only."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,19 @@ class TracedChunk:
 
 
 def trace_chunk(
-    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], keep: str = KEEP_ALL
-) -> TracedChunk:
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], reduce: torch.dtype | None = None,
+    keep: str = KEEP_ALL,
+) -> TracedChunk:  # fmt: skip
     """Return the steps of `module`, whose placeholders are `inputs`, under a policy of recomputation.
+
+    W adds to accumulators of the dtype `reduce`.
 
     The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
     behind the module's outputs come those of the values that it changes in place, in the order of
     the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
     functional.
     """
-    return cut_chunk(trace_joint(module, inputs, tangent_mask), keep)
+    return cut_chunk(trace_joint(module, inputs, tangent_mask, reduce), keep)
 
 
 def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
@@ -98,8 +107,14 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
     return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random)
 
 
-def trace_joint(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
+def trace_joint(
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], reduce: torch.dtype | None = None
+) -> Joint:
     """Return the functional graph of a chunk's forward and backward; see `trace_chunk`."""
+    return replace(_traced_joint(module, inputs, tangent_mask), reduce=reduce)
+
+
+def _traced_joint(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
     constants = constants_of(module)
     wrapper = _Wrapper(module, constants, len(inputs), (), tangent_mask)
     raw = _export(wrapper, module, inputs, constants)
@@ -306,6 +321,8 @@ def _check(graph: fx.Graph) -> None:
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise CaptureError(f"{name} changes a tensor in place and cannot be made functional{_where(node)}")
+            if target in PRODUCTS:
+                _check_product(node)
             if "mkldnn" in name or "for_cpu" in name or "_scaled_dot_product" in name:
                 raise CaptureError(f"{name} exists on one kind of device only and has no portable form{_where(node)}")
         elif target.__module__ != "_operator":
@@ -313,6 +330,14 @@ def _check(graph: fx.Graph) -> None:
                 f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be functional "
                 "(torch.library, mutates_args=()), and a choice between values is written with torch.where, not as control flow"
             )
+
+
+def _check_product(node: fx.Node) -> None:
+    """Refuse a product of different floating-point dtypes, of which fake tensors think nothing, and kernels all."""
+    operands = [t for n in node.all_input_nodes if (t := aliasing.tensor(n)).is_floating_point()]
+    dtypes = dict.fromkeys(dtype_name(t.dtype) for t in operands)
+    if len(dtypes) > 1:
+        raise CaptureError(f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}")
 
 
 def _where(node: fx.Node | None) -> str:

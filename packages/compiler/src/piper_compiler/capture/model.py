@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from piper_compiler.capture import _torch, shared
+from piper_compiler.capture.casts import Casts
 from piper_ir.errors import CaptureError
 from piper_ir.tools import user_code
 
@@ -31,12 +32,9 @@ DEVICES = (
 )
 
 
-def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model with fake parameters and buffers, floating ones cast to `dtype`.
-
-    The user's module is not touched.
-    """
-    return _faked(model if isinstance(model, nn.Module) else built_model(model), mode, dtype)
+def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, casts: Casts) -> nn.Module:
+    """Return the model with fake parameters and buffers, in the dtypes of `casts`; the user's module is not touched."""
+    return _faked(model if isinstance(model, nn.Module) else built_model(model), mode, casts)
 
 
 def built_model(model: Callable[[], nn.Module]) -> nn.Module:
@@ -101,16 +99,17 @@ def _check(model: nn.Module) -> None:
             raise CaptureError(f"{name!r} is an embedding with sparse gradients; build it with sparse=False")
 
 
-def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Module:
     _check(model)
+    casts.check([name for name, _ in model.named_parameters()])
     memo: dict[int, Any] = {}
     named = [(name, tensor) for name, tensor, _ in named_tensors(model)]
-    for _, tensor in named:
+    for name, tensor in named:
         if id(tensor) in memo:
             continue
-        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        fake = _torch.fake_tensor(mode, tensor.shape, target)
         is_parameter = isinstance(tensor, nn.Parameter)
+        target = casts.of_parameter(name, tensor) if is_parameter else casts.of_buffer(tensor)
+        fake = _torch.fake_tensor(mode, tensor.shape, target)
         memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
     fake_copy = copy.deepcopy(model, memo)
     fake_copy.__dict__[shared.ATTRIBUTE] = shared.shared_tensors(named)
@@ -159,7 +158,7 @@ def _key(part: Any) -> str:
     return str(part)
 
 
-def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: int = ASKED_ROWS) -> tuple[Any, Any]:
+def check_batch(batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_ROWS) -> tuple[Any, Any]:
     """Return example (inputs, targets) with `rows` rows and undefined content.
 
     They are made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError
@@ -185,8 +184,7 @@ def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: i
     def example(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        target = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-        return torch.zeros((rows, *leaf.shape[1:]), dtype=target)
+        return torch.zeros((rows, *leaf.shape[1:]), dtype=casts.of_batch(leaf))
 
     inputs, targets = _torch.pytree.tree_map(example, result)
     return inputs, targets

@@ -44,10 +44,12 @@ def trace_opaque(
     *,
     random: bool,
     keep: str = KEEP_ALL,
+    reduce: torch.dtype | None = None,
 ) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
 
-    Under a policy of recomputation that does not keep all, F keeps nothing, whatever else the policy names.
+    Under a policy of recomputation that does not keep all, F keeps nothing, whatever else the policy names. W adds to
+    accumulators of the dtype `reduce`, or that of their parameters.
 
     Raises CaptureError for code that cannot be written as text (nested graphs), or cannot run on fake tensors.
     """
@@ -78,7 +80,7 @@ def trace_opaque(
             f"# step I\nfrom piper_ops.opaque import backward_step\n\nstep = backward_step({sum(comes)}, {used})\n", {}
         )
         if params:
-            steps["W"], code["W"] = _accumulate(params, [specs[k] for k in params])
+            steps["W"], code["W"] = _accumulate(params, [specs[k] for k in params], reduce)
     reads = tuple(f"in{k}" for k in range(len(inputs)))
     steps = {"F": Signature(reads, writes, (), trial.forward.cost(), trial.forward.liveness()), **steps}
     wanted = [i.needs_grad for i in inputs]
@@ -301,7 +303,7 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
     return body
 
 
-def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Signature, StepCode]:
+def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec], reduce: torch.dtype | None) -> tuple[Signature, StepCode]:
     """Return the step W, which adds the gradients that I made to the accumulators."""
     gradients = [f"iw{j}" for j in range(len(params))]
     sums = [f"acc{j}" for j in range(len(params))]
@@ -310,6 +312,7 @@ def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Sig
     observed = _Observed()
     for spec in specs:
         like = torch.empty(tuple(bind(d, 0) for d in spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
-        observed.kernels.append(kernel_of(aten.add_.Tensor, (like, like), like, {}))
+        total = torch.empty_like(like, dtype=reduce)
+        observed.kernels.append(kernel_of(aten.add_.Tensor, (total, like), total, {}))
     freed = Liveness(tuple(range(len(params))), ((),) * (len(params) + 1))
     return Signature(tuple(gradients), (), tuple(params), observed.cost(), freed), StepCode(source)

@@ -33,6 +33,7 @@ class Joint:
         grads: input -> the node of its gradient.
         mutated: inputs that are changed in place.
         constant_names: node that stands for a constant -> its key in `constants`.
+        reduce: the dtype of gradient accumulators; None for that of their parameters.
     """
 
     graph: fx.Graph
@@ -44,6 +45,7 @@ class Joint:
     mutated: tuple[int, ...]
     constant_names: Mapping[fx.Node, str]
     constants: Mapping[str, torch.Tensor]
+    reduce: torch.dtype | None = None
 
 
 @dataclass
@@ -156,7 +158,7 @@ class StepBuilder:
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         reads = self._reads(graph, env)
-        accumulators = {k: self._placeholder(graph, f"acc{k}", self._joint.inputs[k]) for k in self._gradients}
+        accumulators = {k: self._accumulator(graph, k) for k in self._gradients}
         made: dict[str, fx.Node] = {}
         for node in list(env):
             self._deliver(graph, node, env, made, accumulators)
@@ -186,6 +188,13 @@ class StepBuilder:
     def _placeholder(self, graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
         node = graph.placeholder(name)
         node.meta = {"val": aliasing.tensor(like)}
+        return node
+
+    def _accumulator(self, graph: fx.Graph, k: int) -> fx.Node:
+        """Add the placeholder of the accumulator of input k, in the dtype in which gradients are summed."""
+        node = self._placeholder(graph, f"acc{k}", self._joint.inputs[k])
+        if self._joint.reduce is not None:
+            node.meta["val"] = torch.empty_like(node.meta["val"], dtype=self._joint.reduce)
         return node
 
     def _restore(self, graph: fx.Graph, node: fx.Node, given: fx.Node) -> fx.Node:

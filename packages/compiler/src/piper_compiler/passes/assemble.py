@@ -10,10 +10,9 @@ from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import KEEP_ALL, Compute
 from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
+from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk
-from piper_ir.sizes import ITEM_BYTES, bind
-
-_BUCKET_STATES: tuple[Literal["param", "grad"], ...] = ("param", "grad")
+from piper_ir.sizes import bind
 
 
 def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[InstrTable], request: CompileRequest) -> Plan:
@@ -70,14 +69,13 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     """Return the persistent state of each role.
 
-    It consists of parameters in buckets (flat, with their padding), other parameters, gradients, optimizer state and
-    buffers.
+    It consists of parameters in buckets (flat, with their padding), their masters, other parameters, gradients,
+    optimizer state and buffers.
     """
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
-        size = bucket.numel * ITEM_BYTES[bucket.dtype]
-        mine = [State(kind, bucket.id, size // graph.mesh.degree(bucket.shard.of(kind)), True) for kind in _BUCKET_STATES]
+        mine = [State(kind, bucket.id, size, True) for kind, size in flat_bytes(bucket, graph.mesh).items()]
         if optim := training.state_bytes(replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))):
             mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:

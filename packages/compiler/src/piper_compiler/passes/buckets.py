@@ -31,23 +31,29 @@ class _Kind:
     """Say what the parameters of one bucket have in common.
 
     Attributes:
+        dtypes: the dtypes of the update, of forward and backward, and of gradients; "" where it is the first.
         unit: the stage whose gradients complete them, where a bucket must not join stages: its gathered parameters or
             gradients would be held for both.
     """
 
     roles: tuple[str, ...]
-    dtype: str
+    dtypes: tuple[str, str, str]
     group: int
     limit: int
     policy: Replication
     unit: Coord | None
+
+    @property
+    def step(self) -> int:
+        """Return the elements that are aligned in the narrowest of its dtypes."""
+        return ALIGN_BYTES // min(ITEM_BYTES[dtype] for dtype in self.dtypes if dtype)
 
 
 def make_buckets(edit: Editor, training: Training) -> None:
     """Add the buckets of all trained parameters and the channels that reduce them.
 
     Parameters stand in the order in which their gradients become complete. A bucket ends where the next parameter would
-    exceed its size. Parameters of one bucket share their roles, replicas, dtype and optimizer group.
+    exceed its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
     """
     held = holders(edit, edit.graph.program)
     if training.whole:
@@ -60,14 +66,16 @@ def make_buckets(edit: Editor, training: Training) -> None:
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over)
         limit = policy.bucket_bytes if reduced else 2**62
-        key = _Kind(roles, param.spec.dtype, group, limit, _shared(policy), stage if policy.shard.grads else None)
+        dtypes = training.bucket_dtypes(param)
+        key = _Kind(roles, dtypes, group, limit, _shared(policy), stage if policy.shard.grads else None)
         members = open_.get(key)
-        if members is None or filled[key] + bind(param.spec.nbytes, 0) > limit:
+        item = ITEM_BYTES[dtypes[2] or dtypes[0]]
+        if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
             members = open_[key] = []
             filled[key] = 0
             made.append((key, members))
         members.append(param)
-        filled[key] += _aligned(param) * ITEM_BYTES[param.spec.dtype]
+        filled[key] += _aligned(param, key) * item
     for number, (key, members) in enumerate(made):
         _add(edit, f"bucket{number}", key, members)
 
@@ -120,21 +128,20 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
     return [(by_name[name], policy, stage) for name, (policy, stage) in out.items()]
 
 
-def _aligned(param: Param) -> int:
+def _aligned(param: Param, kind: _Kind) -> int:
     """Return the elements that a parameter takes in a bucket."""
-    step = ALIGN_BYTES // ITEM_BYTES[param.spec.dtype]
-    return -(-bind(param.spec.numel, 0) // step) * step
+    return -(-bind(param.spec.numel, 0) // kind.step) * kind.step
 
 
 def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     offsets, numel = [], 0
     for param in members:
         offsets.append(numel)
-        numel += _aligned(param)
+        numel += _aligned(param, kind)
     policy, roles = kind.policy, kind.roles
     shard = policy.shard
     if shard.optim:
-        whole = ALIGN_BYTES // ITEM_BYTES[kind.dtype] * edit.graph.mesh.degree(shard.optim)
+        whole = kind.step * edit.graph.mesh.degree(shard.optim)
         numel = -(-numel // whole) * whole
     over = tuple(a for a in policy.over if a not in shard.optim)
     used = policy.stream or "reduce"
@@ -142,9 +149,10 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     sharers = roles if shard.optim else ()
     gather = tuple([_channel(edit, (role,), shard.optim, policy.gather or "gather", "gather") for role in sharers])
     scatter = tuple([_channel(edit, (role,), shard.optim, policy.stream or "scatter", "scatter") for role in sharers])
+    dtype, compute, reduce = kind.dtypes
     edit.buckets[id] = Bucket(
-        id, tuple(p.name for p in members), tuple(offsets), numel, kind.dtype, roles, policy.over, kind.group, channel,
-        shard, gather, scatter,
+        id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, policy.over, kind.group, channel,
+        shard, gather, scatter, compute, reduce,
     )  # fmt: skip
 
 

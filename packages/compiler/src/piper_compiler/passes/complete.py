@@ -17,7 +17,7 @@ from piper_ir.graph_parts import compute_id, on_role
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
-from piper_ir.sizes import TensorSpec
+from piper_ir.sizes import ITEM_BYTES, TensorSpec
 
 EVERYWHERE = "all"
 """The role of a model without any `place`: every rank runs all of it."""
@@ -40,10 +40,18 @@ def complete(graph: Graph, training: Training) -> Graph:
     for role in edit.roles:
         held = tuple(b.id for b in edit.buckets.values() if role in b.roles)
         reads = tuple(v[role] for v in (total, norm) if v)
-        update = Update(held, bool(total), training.clip, training.update_bytes if held else 0)
+        update = Update(held, bool(total), training.clip, _update_bytes(edit, held, training))
         edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
     return edit.done()
+
+
+def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> int:
+    """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
+    buckets = [edit.buckets[id] for id in held]
+    degree = edit.graph.mesh.degree
+    cast = sum(b.numel // degree(b.shard.optim) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
+    return cast + (training.update_bytes if held else 0)
 
 
 def _place_rest(graph: Graph) -> Graph:
@@ -252,7 +260,7 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
     A bucket counts once, on the first role that holds it. Replicas hold equal gradients after their reductions, so the
     sum is over roles at each data-parallel coordinate, and over the ranks that share buckets.
     """
-    wide = any(b.dtype == "float64" for b in edit.buckets.values())
+    wide = any(b.reduce_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
     over = next((b.shard.optim for b in edit.buckets.values() if b.shard.optim), ())
     local = {}

@@ -136,7 +136,7 @@ class _Adder:
     def value(self, id: str, numel: int, bucket: Bucket, category: Category) -> str:
         """Declare a value that holds a flat tensor of a bucket."""
         if id not in self.edit.values:
-            self.edit.value(id, TensorSpec((numel,), bucket.dtype), category)
+            self.edit.value(id, TensorSpec((numel,), bucket.dtype_of(category)), category)
         return id
 
     def add(self, node: Node, mb: int) -> int:
@@ -207,19 +207,20 @@ class _Role:
 
     def add(self, starts: Sequence[float], seconds: Sequence[float]) -> None:
         """Add everything that the role's buckets need."""
-        nbytes = {b.id: b.numel * ITEM_BYTES[b.dtype] for b in self.buckets}
+        gathered = {b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in self.buckets}
+        reduced = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in self.buckets}
         found = [self.uses.of(op) for op in self.ops]
         at = [k for k, (read, _) in enumerate(found) if read]
-        for window in windows([found[k][0] for k in at], nbytes, self._room("resident_bytes")):
+        for window in windows([found[k][0] for k in at], gathered, self._room("resident_bytes")):
             self._gather(window, at)
         at = [k for k, (_, added) in enumerate(found) if added]
-        scattered = windows([found[k][1] for k in at], nbytes, self._room("reduced_bytes"))
+        scattered = windows([found[k][1] for k in at], reduced, self._room("reduced_bytes"))
         last = {w.bucket: w for w in scattered}
         free = 0.0
         for window in sorted(scattered, key=lambda w: w.uses[-1]):
             k = at[window.uses[-1]]
             ends = starts[self.order[k]] + seconds[self.order[k]]
-            free = max(ends, free) + nbytes[window.bucket] / LINK
+            free = max(ends, free) + reduced[window.bucket] / LINK
             self._scatter(window, at, free, starts, final=last[window.bucket] is window)
 
     def _room(self, name: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from re import compile as regex
-from typing import Literal, assert_never
+from typing import assert_never
 
 from piper_ir.collectives import COLLECTIVES
 from piper_ir.instr_table import InstrTable, TableKinds
@@ -32,6 +32,7 @@ from piper_ir.ops import (
     op_name,
 )
 from piper_ir.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
+from piper_ir.plan_bytes import flat_bytes
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify.rules import Findings, part_name
@@ -124,8 +125,8 @@ def _ids(findings: Findings) -> None:
         missing += [f"parameter {p}" for p in bucket.params if p not in params]
         if bucket.channel and bucket.channel not in {c.id for c in plan.channels}:
             missing.append(f"channel {bucket.channel}")
-        if bucket.dtype not in ITEM_BYTES:
-            missing.append(f"dtype {bucket.dtype}")
+        dtypes = (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)
+        missing += [f"dtype {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in ITEM_BYTES]
         if missing:
             findings.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
 
@@ -328,8 +329,6 @@ def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
 
 _StateName = tuple[Category, str, bool]
 """The category, name and `flat` of a state."""
-_BUCKET_STATES: tuple[Literal["param", "grad"], ...] = ("param", "grad")
-"""The states that every holder of a bucket has."""
 
 
 class _States:
@@ -345,9 +344,8 @@ class _States:
         for buffer in plan.buffers:
             self._sizes["buffer", buffer.name, False] = bind(buffer.spec.nbytes, 0)
         for bucket in plan.buckets:
-            for kind in _BUCKET_STATES:
-                parts = plan.mesh.degree(bucket.shard.of(kind))
-                self._sizes[kind, bucket.id, True] = bucket.numel * ITEM_BYTES[bucket.dtype] // parts
+            for kind, size in flat_bytes(bucket, plan.mesh).items():
+                self._sizes[kind, bucket.id, True] = size
 
     def needed(self, role: RolePlan) -> Iterable[_StateName]:
         chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
@@ -358,7 +356,7 @@ class _States:
                 names.append(("param", self._home.get(i.ref, i.ref), i.ref in self._home))
             elif i.kind == "buffer":
                 names.append(("buffer", i.ref, False))
-        names += [(kind, b.id, True) for b in self._plan.buckets if role.role in b.roles for kind in _BUCKET_STATES]
+        names += [(kind, b.id, True) for b in self._plan.buckets if role.role in b.roles for kind in flat_bytes(b)]
         return dict.fromkeys(names)
 
     def check(self, findings: Findings, role: RolePlan) -> None:

@@ -35,7 +35,7 @@ RULES: dict[str, str] = {
     "R20-issue-order": "the plan also runs to its end with each rank's communications one by one in program order, as on NCCL",
     # training
     "R21-steps": "each non-empty F, I, W of a chunk runs once per microbatch on one role, in this order; buffers change in order",
-    "R22-buckets": "gradients in a bucket start at multiples of 256 bytes, in order, apart, and inside of it",
+    "R22-buckets": "parameters of a bucket have its dtype; gradients start at multiples of 256 bytes, in order, apart, inside",
     "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all their ranks",
     "R24-reduction": "a bucket that several ranks hold is all-reduced once per step on each, after its last accumulation",
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from piper_ir.ops import Collective, Compute, Fold, Fresh
 from piper_ir.plan import Bucket, Channel, Plan, RolePlan
-from piper_ir.sizes import ITEM_BYTES
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.training import ALIGNMENT
 from piper_ir.verify.values import HappensBefore
@@ -33,7 +32,7 @@ def _shard_problem(plan: Plan, bucket: Bucket) -> str:
     if any(kept and set(kept) != axes for kept in (shard.params, shard.grads)):
         return f"is shared along {shard}; the axes of parameters and gradients are all of the optimizer's, or none"
     parts = plan.mesh.degree(shard.optim)
-    if bucket.numel % parts or bucket.numel // parts * ITEM_BYTES[bucket.dtype] % ALIGNMENT:
+    if bucket.numel % parts or bucket.numel // parts * bucket.narrowest % ALIGNMENT:
         return f"has {bucket.numel} elements, which {parts} ranks cannot share in whole {ALIGNMENT} bytes"
     for what, channels in (("gather", bucket.gather), ("scatter", bucket.scatter)):
         if len(channels) != len(bucket.roles):

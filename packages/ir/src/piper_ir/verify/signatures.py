@@ -7,7 +7,7 @@ from typing import assert_never
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Part, is_state
+from piper_ir.plan import Category, Part, is_state
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec
 from piper_ir.verify.rules import Findings
@@ -76,9 +76,9 @@ class Signatures:
             case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
                 return [], [TensorSpec((), dtype)]
             case Fresh(bucket=id):
-                return [], [self._flat(id)]
+                return [], [self._flat(id, "reduced")]
             case Fold(bucket=id):
-                return [self._flat(id, self._plan.mesh.degree(self._plan.bucket(id).shard.grads))], []
+                return [self._flat(id, "reduced", self._plan.mesh.degree(self._plan.bucket(id).shard.grads))], []
             case Add():
                 return first * max(1, len(part.reads)), first
             case Send():
@@ -95,10 +95,10 @@ class Signatures:
             case _:
                 assert_never(op)
 
-    def _flat(self, bucket: str, parts: int = 1) -> TensorSpec:
-        """Return the size of one of the parts of a bucket."""
+    def _flat(self, bucket: str, category: Category, parts: int = 1) -> TensorSpec:
+        """Return the size of one of the parts of a bucket, as a value of a category."""
         flat = self._plan.bucket(bucket)
-        return TensorSpec((flat.numel // parts,), flat.dtype)
+        return TensorSpec((flat.numel // parts,), flat.dtype_of(category))
 
     def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
@@ -107,7 +107,7 @@ class Signatures:
         if not op.law.state:
             raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
         gathers = op.law.state == "param" and self._plan.bucket(op.bucket).shard.params
-        return [], [self._flat(op.bucket)] if gathers else []
+        return [], [self._flat(op.bucket, "gathered")] if gathers else []
 
     def _members(self, channel: str) -> int:
         """Return how many ranks meet on a group channel."""

@@ -11,7 +11,7 @@ from piper_ir.collectives import law_of
 from piper_ir.ops import KEEP_ALL, Collective, Compute, Fold, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import HappensBefore, UsePosition
 
@@ -105,11 +105,15 @@ def check_layout(findings: Findings) -> None:
     params = {p.name: p for p in findings.plan.params}
     for bucket in findings.plan.buckets:
         where = f"bucket {bucket.id}"
-        item, end, last = ITEM_BYTES[bucket.dtype], 0, "the start"
+        item, end, last = bucket.narrowest, 0, "the start"
         if len(bucket.params) != len(bucket.offsets):
             findings.add("R22-buckets", f"{where} has {len(bucket.params)} parameters and {len(bucket.offsets)} offsets")
             continue
         for name, offset in zip(bucket.params, bucket.offsets, strict=True):
+            if params[name].spec.dtype != bucket.compute_dtype:
+                findings.add(
+                    "R22-buckets", f"{where} has {name} in {bucket.compute_dtype}; chunks read {params[name].spec.dtype}"
+                )
             if offset * item % ALIGNMENT:
                 findings.add(
                     "R22-buckets", f"{where}: {name} starts at byte {offset * item}, which is no multiple of {ALIGNMENT}"

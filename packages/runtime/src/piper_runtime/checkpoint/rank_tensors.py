@@ -127,7 +127,7 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
     store = rank.store
     for bucket in store.buckets:
         if portion is None or bucket.id in portion.buckets:
-            yield FlatState(store.own_params[bucket.id], _ranges(rank, bucket, model_key))
+            yield FlatState(store.own_masters[bucket.id], _ranges(rank, bucket, model_key))
             yield from _optimizer_tensors(rank, bucket, counters=portion is None or _first_part(rank, bucket))
     bucketed = {name for bucket in store.buckets for name in bucket.params}
     for name, tensor in store.params.items():

@@ -102,6 +102,7 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
         for read, state in enumerate(rank_tensors(rank)):
             beat(read)
             _fill(state, saved)
+        rank.store.copy_masters([bucket.id for bucket in rank.store.buckets])
 
 
 def _fill(state: FlatState, saved: Restore) -> None:

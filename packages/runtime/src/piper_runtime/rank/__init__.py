@@ -6,9 +6,10 @@ May import: data, weights.
 from piper_runtime.rank.code import ExportedCode, ShippedCode
 from piper_runtime.rank.device import choose_device, default_kind, using
 from piper_runtime.rank.feed import upload
-from piper_runtime.rank.job import InitialState, Job, Precision, call_batch, materialize
+from piper_runtime.rank.job import InitialState, Job, call_batch, materialize
 from piper_runtime.rank.optimizer import OptimizerSpec, optimizer_spec
 from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.precision import Precision
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 from piper_runtime.rank.rank_state import RankJob
 from piper_runtime.rank.rng import rng_places, rng_seed

@@ -17,7 +17,8 @@ from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
 from piper_runtime.data import bind_batch
-from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
+from piper_runtime.rank.job_advice import callable_problem, precision_problem
+from piper_runtime.rank.precision import DTYPES, Precision
 from piper_runtime.weights import (
     HeldTensor,
     LazyTensors,
@@ -32,43 +33,9 @@ from piper_runtime.weights import (
     stored_tensors,
 )
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The accepted dtypes of parameters, by torch's names."""
-
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-@checked_fields(JobError)
-@dataclass(frozen=True)
-class Precision:
-    """Hold dtypes by torch's names.
-
-    `params` is the dtype of parameters, of floating-point buffers and of floating-point batch tensors. `compute`,
-    `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None means
-    that of `params`, and nothing else is accepted yet.
-    """
-
-    params: str = "float32"
-    compute: str | None = None
-    reduce: str | None = None
-    master: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.params not in DTYPES:
-            raise JobError(dtype_problem(self.params, DTYPES))
-        for name in ("compute", "reduce", "master"):
-            if getattr(self, name) not in (None, self.params):
-                raise JobError(
-                    f"Precision({name}={getattr(self, name)!r}) differs from params={self.params!r}: mixed precision is not "
-                    f"supported yet; leave {name} out"
-                )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return torch's dtype of `params`."""
-        return DTYPES[self.params]
 
 
 @checked_fields(JobError)
@@ -242,7 +209,7 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 def materialize(job: Job) -> InitialState:
-    """Return the model's parameters and buffers on CPU, in the dtype of `precision.params`.
+    """Return the model's tensors on CPU; parameters have the dtype of `precision.params`.
 
     With init="seeded" and with files of safetensors, tensors are made when they are asked for.
 
@@ -257,23 +224,31 @@ def materialize(job: Job) -> InitialState:
             model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
-    state = initial_state(model, job.precision.dtype)
+    state = initial_state(model, job.precision.dtype, job.precision.compute_dtype)
     if job.init != "model":  # into tensors that have their dtype: a float64 file is not to be rounded to float32
         _load(model, Path(job.init), job.rename)
     return state
 
 
-def dtype_in_run(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a model's tensor in a run whose parameters have `dtype`."""
-    return dtype if tensor.is_floating_point() else tensor.dtype
+def dtype_in_run(tensor: torch.Tensor, dtype: torch.dtype, compute: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of a model's tensor in a run whose parameters have `dtype`.
+
+    Floating-point buffers stay as the model made them, but where `compute` (that of parameters if it is None) is
+    float64, which is there to compare: everything is then in float64. Complex tensors stay as they are.
+    """
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    if isinstance(tensor, nn.Parameter):
+        return dtype
+    return torch.float64 if (compute or dtype) == torch.float64 else tensor.dtype
 
 
-def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
-    """Cast the floating-point tensors of a module in place, and return all of them; complex ones stay as they are."""
+def initial_state(model: nn.Module, dtype: torch.dtype, compute: torch.dtype | None = None) -> InitialState:
+    """Cast the tensors of a module in place, each to the dtype that `dtype_in_run` says, and return all of them."""
     params: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     for name, tensor in _first_tensors(model).items():
-        tensor.data = tensor.data.to(dtype_in_run(tensor, dtype))
+        tensor.data = tensor.data.to(dtype_in_run(tensor, dtype, compute))
         kind = params if isinstance(tensor, nn.Parameter) else buffers
         kind[name] = tensor.detach()
     return InitialState(params, buffers, model)
@@ -285,8 +260,8 @@ def _lazy_state(job: Job) -> InitialState:
     with _named(asked):
         stored = {} if job.init == "seeded" else placed(stored_tensors(Path(job.init)), job.rename)
     model, recording = record(job.model, job.seed, asked, _first_tensors)
-    tensors, dtype = _first_tensors(model), job.precision.dtype
-    forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, dtype)) for n, t in tensors.items()}
+    tensors, precision = _first_tensors(model), job.precision
+    forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, precision.dtype, precision.compute_dtype)) for n, t in tensors.items()}
     with _named(asked):
         files = {} if job.init == "seeded" else matched(stored, forms, *_saved_names(model))
     trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}

@@ -35,6 +35,8 @@ ALIASES = {
     "bf16": "bfloat16", "fp32": "float32", "float": "float32", "single": "float32", "fp64": "float64", "double": "float64",
 }  # fmt: skip
 """The other names of dtypes that are accepted."""
+HALF = ("float16", "fp16", "half")
+"""The names of the dtype that needs loss scaling."""
 
 
 def callable_problem(name: str, value: object) -> str | None:
@@ -63,12 +65,18 @@ def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str
     return f"Job(precision={value!r}): give Precision(params={name!r}); accepted are {', '.join(accepted)}"
 
 
-def dtype_problem(value: object, accepted: Iterable[str]) -> str:
-    """Return what was probably meant with a dtype that is not accepted."""
+def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
+    """Return what was probably meant with a dtype that is not accepted in a field of Precision."""
     accepted = list(accepted)
+    given = field.replace("...", repr(value)) if "..." in field else f"{field}={value!r}"
+    if str(value).removeprefix("torch.") in HALF:
+        return (
+            f"Precision({given}): float16 needs its loss scaled, which is not supported; one of {', '.join(accepted)} is needed. "
+            "bfloat16 has the range of float32 and needs no scaling"
+        )
     found = dtype_meant(value, accepted)
     hint = f"; did you mean {found!r}?" if found else ""
-    return f"Precision(params={value!r}): one of {', '.join(accepted)} is needed{hint}"
+    return f"Precision({given}): one of {', '.join(accepted)} is needed{hint}"
 
 
 def dtype_meant(value: object, accepted: Iterable[str]) -> str | None:

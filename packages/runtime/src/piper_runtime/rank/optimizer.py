@@ -243,7 +243,7 @@ class RankOptimizer:
     ):
         self._store = store
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
+        dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
         named = meta_parameters(plan.params, dtype)
         optimizer = call_optimizer(function, named)
         problem = _fused_problem(optimizer, dtype, store.device)
@@ -287,11 +287,11 @@ class RankOptimizer:
             group.pop("param_names", None)
             # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per bucket.
             group["fused"], group["foreach"] = True, False
-            group["params"] = [self._store.own_params[b.id] for b in self._store.buckets if b.group == index]
+            group["params"] = [self._store.own_masters[b.id] for b in self._store.buckets if b.group == index]
             for p in group["params"]:
                 _first_state(optimizer, group, p)
         for bucket in self._store.buckets:
-            self._members[bucket.id] = [(self._store.own_params[bucket.id], self._store.own_grads[bucket.id])]
+            self._members[bucket.id] = [(self._store.own_masters[bucket.id], self._store.own_grads[bucket.id])]
 
     def _use_views(self, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
         for group in optimizer.param_groups:
@@ -307,14 +307,14 @@ class RankOptimizer:
 
         `scale` is a number, or a tensor of one on their device.
         """
-        as_they_are = isinstance(scale, float) and scale == 1.0  # a tensor is not compared: the host would wait for it
         members = [m for b in buckets for m in self._members[b]]
         for p, grad in members:
-            p.grad = grad if as_they_are else grad.mul_(scale)
+            p.grad = scaled(grad, scale, p.dtype)
         # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
         self._optimizer.step()
         for p, _ in members:
             p.grad = None
+        self._store.copy_masters(buckets)
 
     def end_step(self) -> None:
         """Advance the learning-rate schedule; once per optimizer step, after all updates."""
@@ -357,6 +357,18 @@ def sharding_problem(kind: str) -> str:
         f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a part of every parameter, and "
         f"{kind} works on whole parameters here; use one of {known}, or zero=0"
     )
+
+
+def scaled(grad: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `grad` multiplied by `scale`, in a dtype: itself, changed in place, where it has this dtype.
+
+    The product is made in the wider of both dtypes.
+    """
+    if grad.dtype.itemsize < dtype.itemsize:
+        grad = grad.to(dtype)
+    if not (isinstance(scale, float) and scale == 1.0):  # a tensor is not compared: the host would wait for it
+        grad.mul_(scale)
+    return grad.to(dtype)
 
 
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], p: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import Batch, NamedParameters
-from piper_runtime.rank.optimizer import RankOptimizer
+from piper_runtime.rank.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.rng import rng_places
 from piper_runtime.rank.store import Store
 
@@ -121,20 +121,28 @@ class RankState:
         }
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU."""
-        shared = {name for bucket in self.store.buckets if bucket.shard.optim for name in bucket.params}
-        whole = [(n, t) for n, t in self.store.params.items() if n not in shared]
-        return {n: t.to(CPU, copy=True) for n, t in (*whole, *self.store.buffers.items())}
+        """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU.
+
+        Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
+        another dtype: the job has it as it was made.
+        """
+        exact = {getattr(torch, b.dtype) for b in self.plan.buckets}
+        bucketed = {name for bucket in self.store.buckets for name in bucket.params}
+        lone = {n: t for n, t in self.store.params.items() if n not in bucketed}
+        whole = {n: t for n, t in lone.items() if t.dtype in exact or not t.is_floating_point()}
+        return {n: t.to(CPU, copy=True) for n, t in {**whole, **self.store.masters, **self.store.buffers}.items()}
 
     def shared_states(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's parts of the parameters that ranks share, by bucket, on the CPU."""
-        return {b.id: self.store.own_params[b.id].to(CPU, copy=True) for b in self.store.buckets if b.shard.optim}
+        return {b.id: self.store.own_masters[b.id].to(CPU, copy=True) for b in self.store.buckets if b.shard.optim}
 
     def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients in these buckets, scaled, by parameter, on the CPU; of whole buckets only."""
+        """Return copies of the gradients in whole buckets as the optimizer gets them, by parameter, on the CPU."""
         names = [n for b in map(self.plan.bucket, buckets) if not b.shard.optim for n in b.params]
-        return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
+        return {n: scaled(self.store.grads[n].clone(), scale, self.store.masters[n].dtype).to(CPU) for n in names}
 
     def shared_gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of this rank's parts of the gradients in those of these buckets that ranks share, by bucket."""
-        return {b: (self.store.own_grads[b] * scale).to(CPU) for b in buckets if self.plan.bucket(b).shard.optim}
+        shared = [b for b in buckets if self.plan.bucket(b).shard.optim]
+        own, masters = self.store.own_grads, self.store.own_masters
+        return {b: scaled(own[b].clone(), scale, masters[b].dtype).to(CPU) for b in shared}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+import torch
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
@@ -33,7 +36,7 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
 
 
 def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] | None) -> Iterator[str]:
-    yield from _names("parameter", {p.name: p.spec for p in plan.params}, forms_of(initial.params))
+    yield from _names("parameter", _as_made(plan), forms_of(initial.params))
     yield from _names("buffer", {b.name: b.spec for b in plan.buffers}, forms_of(initial.buffers))
     tied = {other: p.name for p in plan.params for other in p.tied}
     found = {other: first for other, first in initial.tied.items() if first in initial.params}
@@ -46,6 +49,13 @@ def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] |
         made = p.name in initial.trainable
         if made != compiled and (compiled or trainable is not None):
             yield f"has parameter {p.name!r} with requires_grad={made}; in the compiled one it has requires_grad={compiled}"
+
+
+def _as_made(plan: Plan) -> dict[str, TensorSpec]:
+    """Return the specs of parameters as a job makes them: in the dtype of the update, which is one for all."""
+    dtype = next((b.dtype for b in plan.buckets), "")
+    floats = {p.name for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point}
+    return {p.name: replace(p.spec, dtype=dtype) if dtype and p.name in floats else p.spec for p in plan.params}
 
 
 def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, TensorForm]) -> Iterator[str]:

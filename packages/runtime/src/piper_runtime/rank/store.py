@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -19,7 +19,9 @@ class Store:
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
     (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. Where ranks share a bucket,
     a flat tensor may be this rank's part alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
-    are the parts that this rank's optimizer works on. The store copies its arguments.
+    are its parts of them. Its optimizer updates `own_masters`: `own_params` themselves, or others in a wider dtype,
+    from which `copy_masters` writes those. `masters` are their views by name, where they are whole. The store copies
+    its arguments.
     """
 
     def __init__(
@@ -35,14 +37,17 @@ class Store:
         self.flat_grads: dict[str, torch.Tensor] = {}
         self.own_params: dict[str, torch.Tensor] = {}
         self.own_grads: dict[str, torch.Tensor] = {}
+        self.masters: dict[str, torch.Tensor] = {}
+        self.own_masters: dict[str, torch.Tensor] = {}
         self._mesh, self._rank = plan.mesh, rank
         self._shape_of = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
         self._given = params
         self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
             self._add_bucket(bucket)
+        dtypes = {p.name: getattr(torch, p.spec.dtype) for p in plan.params}
         for name in lone_tensors(plan, rank, "param"):
-            self.params[name] = _copy(self._initial(name), device)
+            self.params[name] = _copy(self._initial(name), device, dtypes[name])
         self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in lone_tensors(plan, rank, "buffer")}
         del self._given
 
@@ -50,22 +55,35 @@ class Store:
         return _find(self._given, "parameter", name)
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        dtype, shard = getattr(torch, bucket.dtype), bucket.shard
-        flat = torch.zeros(bucket.numel, dtype=dtype, device=self.device)
-        for name, view in bucket_views(bucket, flat, self._shapes(bucket)):
+        dtype, compute, reduce = (getattr(torch, d) for d in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype))
+        shard, shapes = bucket.shard, self._shapes(bucket)
+        whole = torch.zeros(bucket.numel, dtype=dtype, device=self.device)
+        for name, view in bucket_views(bucket, whole, shapes):
             view.copy_(self._initial(name))
+        flat = whole.to(compute)
         own = self.part(flat, shard.optim)
         if shard.params:
             flat = own = own.clone()
+        master = self.part(whole, shard.optim).clone() if bucket.mastered else own
         kept = self._mesh.degree(shard.grads)
-        grads = torch.zeros(bucket.numel // kept, dtype=dtype, device=self.device)
+        grads = torch.zeros(bucket.numel // kept, dtype=reduce, device=self.device)
+        self.own_masters[bucket.id] = master
+        if not shard.optim:
+            self.masters |= bucket_views(bucket, master, shapes)
         self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grads
         self.own_params[bucket.id] = own
         self.own_grads[bucket.id] = grads if shard.grads else self.part(grads, shard.optim)
         if not shard.params:
-            self.params |= bucket_views(bucket, flat, self._shapes(bucket))
+            self.params |= bucket_views(bucket, flat, shapes)
         if not shard.grads:
-            self.grads |= bucket_views(bucket, grads, self._shapes(bucket))
+            self.grads |= bucket_views(bucket, grads, shapes)
+
+    def copy_masters(self, buckets: Iterable[str]) -> None:
+        """Write this rank's part of the parameters of buckets from its masters, where these are others."""
+        for id in buckets:
+            own, master = self.own_params[id], self.own_masters[id]
+            if own is not master:
+                own.copy_(master)
 
     def _shapes(self, bucket: Bucket) -> list[torch.Size]:
         return [self._shape_of[name] for name in bucket.params]
@@ -76,14 +94,15 @@ class Store:
         return flat if parts == 1 else flat.chunk(parts)[self._mesh.index_along(axes, self._rank)]
 
     def parameter(self, name: str) -> torch.nn.Parameter:
-        """Return a parameter as an nn.Parameter that shares its memory."""
-        return torch.nn.Parameter(self.params[name])
+        """Return what an optimizer updates of a parameter, as an nn.Parameter that shares its memory."""
+        return torch.nn.Parameter(self.masters[name])
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor that owns bytes of a state, without optimizer state."""
         bucketed = {name for bucket in self.buckets for name in bucket.params}
         own = [t for n, t in self.params.items() if n not in bucketed]
-        return [*self.flat_params.values(), *self.flat_grads.values(), *own, *self.buffers.values()]
+        masters = [self.own_masters[bucket.id] for bucket in self.buckets if bucket.mastered]
+        return [*self.flat_params.values(), *masters, *self.flat_grads.values(), *own, *self.buffers.values()]
 
 
 def bucket_views(bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[tuple[str, torch.Tensor]]:
@@ -110,8 +129,8 @@ def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*bucketed, *lone_tensors(plan, rank, "param")]))
 
 
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return tensor.to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tensor:

@@ -66,22 +66,21 @@ def _cross_entropy(rows: int, classes: int, dtype: str) -> Launched:
     """Count the kernels of a cross-entropy.
 
     Per slice: log-softmax; loss, clamp, two gathers, difference. Of several slices, whose losses are not reduced, each
-    also sets the sum of weights to zero; then two cat, two sums, comparison and division. In 16 bit the loss is
-    converted."""
+    also sets the sum of weights to zero; then two cat, two sums, comparison and division."""
     slices = _slices(rows, classes)
-    small = (6 * len(slices) + 6 if len(slices) > 1 else 5) + (ITEM_BYTES[dtype] == 2)
+    small = 6 * len(slices) + 6 if len(slices) > 1 else 5
     return _over(slices, classes, _softmax(classes, dtype), small)
 
 
 def _cross_entropy_dgrad(rows: int, classes: int, dtype: str) -> Launched:
     """Count the kernels of the gradient of a cross-entropy.
 
-    First comparison, sum, division, a zero, choice, clamp and in 16 bit a conversion, of one number per row. A slice in
-    16 bit: difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale.
+    First comparison, sum, division, a zero, choice and clamp, of one number per row. A slice in 16 bit: difference to
+    the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale.
     Else softmax, product, the scale subtracted at the target (two)."""
     item, wide = _items(dtype)
     slices = _slices(rows, classes)
-    small = 6 + (item == 2) + 2 * len(slices)
+    small = 6 + 2 * len(slices)
     if item == 2:
         return _over(slices, classes, (item + wide, 2 * wide, wide + item), small)
     return _over(slices, classes, (*_softmax(classes, dtype), 2 * wide), small)

@@ -9,7 +9,8 @@ It moves bytes of parameters, gradients and states, in kernels:
 
 Before it scaled gradients are multiplied (clipping, weights), after it gradients are set to zero: one kernel per bucket
 for each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4; and 4
-more to zero the gradient.
+more to zero the gradient. Where masters are updated, a kernel per bucket reads them and writes the parameters; where
+gradients have another dtype than what is updated, one reads them and writes a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from piper_ir.ops import Update
-from piper_ir.plan import Plan, RolePlan
+from piper_ir.plan import Category, Plan, RolePlan
 from piper_ir.sizes import ITEM_BYTES
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import launched, memory_fraction
@@ -39,12 +40,13 @@ class Updated:
     """Count the bytes that an update works on.
 
     Attributes:
-        param: bytes of the parameters.
+        param: bytes of the parameters that are updated: of masters, where there are any.
         grad: bytes of the gradients.
         state: bytes of the optimizer's states.
         item: bytes per parameter.
         buckets: how many buckets.
         scaled: whether the gradients are multiplied first.
+        copies: by bucket, the bytes that casts read and write: of gradients before, of parameters after the update.
     """
 
     param: int
@@ -53,14 +55,24 @@ class Updated:
     item: int
     buckets: int
     scaled: bool
+    copies: tuple[int, ...] = ()
 
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     """Return the bytes that an update of a role works on."""
     held = [s for s in role.states if s.flat and s.name in op.buckets]
-    param, grad, state = (sum(s.nbytes for s in held if s.category == kind) for kind in ("param", "grad", "optim"))
-    item = min((ITEM_BYTES[plan.bucket(b).dtype] for b in op.buckets), default=1)
-    return Updated(param, grad, state, item, len(op.buckets), op.weighted or op.clip is not None)
+    kinds: tuple[Category, ...] = ("param", "master", "grad", "optim")
+    sizes = {kind: {s.name: s.nbytes for s in held if s.category == kind} for kind in kinds}
+    param = sum((sizes["param"] | sizes["master"]).values())
+    copies = [size + sizes["param"][b] for b, size in sizes["master"].items()]
+    buckets = [plan.bucket(b) for b in op.buckets]
+    for bucket in buckets:
+        if bucket.reduce_dtype != bucket.dtype:
+            given = sizes["grad"][bucket.id]
+            copies.append(given + given // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype])
+    grad, state = sum(sizes["grad"].values()), sum(sizes["optim"].values())
+    item = min((ITEM_BYTES[b.dtype] for b in buckets), default=1)
+    return Updated(param, grad, state, item, len(buckets), op.weighted or op.clip is not None, tuple(copies))
 
 
 def update_seconds(device: Device, of: Updated) -> float:
@@ -79,7 +91,7 @@ def update_bytes(of: Updated, *, fused: bool) -> list[int]:
         copies = min(max(FOREACH), round(of.state / of.param)) if of.param else 0
         out = [b for tensors in FOREACH[copies] for b in _split(tensors * of.param, kernels)]
     zeroed = _split(of.grad, of.buckets)
-    return [*out, *zeroed, *(2 * b for b in zeroed if of.scaled)]
+    return [*out, *zeroed, *(2 * b for b in zeroed if of.scaled), *of.copies]
 
 
 def _split(nbytes: int, kernels: int) -> list[int]:

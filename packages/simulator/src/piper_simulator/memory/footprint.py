@@ -9,20 +9,22 @@ from piper_ir.plan import Plan, RolePlan
 from piper_simulator.memory.device_memory import DeviceMemory
 
 LINES = (
-    *("parameters", "gradients", "optimizer", "buffers", "gathered_parameters", "gradient_buffers"),
+    *("parameters", "master", "gradients", "optimizer", "buffers", "gathered_parameters", "gradient_buffers"),
     *("activations", "activation_gradients", "communication_buffers"),
     *("logits_and_loss", "kernels", "update", "batch", "scalars"),
 )
 """The names of the lines that add up to the peak.
 
-`gradients`: buckets. `gathered_parameters` and `gradient_buffers`: whole buckets of which the rank keeps a part, while
-they are gathered or not yet scattered. `activations`: outputs and what is saved; `activation_gradients`: of these.
+`master`: parameters as the optimizer updates them, where forward and backward read copies in another dtype, which are
+`parameters` then. `gradients`: buckets. `gathered_parameters` and `gradient_buffers`: whole buckets of which the rank
+keeps a part, while they are gathered or not yet scattered. `activations`: outputs and what is saved;
+`activation_gradients`: of these.
 `communication_buffers`: values that were received, or summed over ranks, and are not freed yet. `logits_and_loss`: of
 the chunk that computes the loss, its saved tensors, gradients and temporaries. `kernels`: temporaries of any other
 chunk that runs at the peak. `update`: temporaries of the optimizer.
 """
 
-_STATES = {"param": "parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
+_STATES = {"param": "parameters", "master": "master", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
 _SHARED = {"gathered": "gathered_parameters", "reduced": "gradient_buffers"}
 _VALUES = {"activation": "activations", "gradient": "activation_gradients", "batch": "batch", "scalar": "scalars"}
 BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
