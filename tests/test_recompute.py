@@ -93,8 +93,16 @@ def without(schedule: str) -> Run:
     return trained(piper.compile(dropout_job(), Strategy(Mesh(pp=2), PIPELINES[schedule]())))
 
 
-@pytest.mark.parametrize("keep", POLICIES, ids=str)
-@pytest.mark.parametrize("schedule", PIPELINES)
+def schedules_and_policies() -> list[Any]:
+    """Return every schedule with every policy; `make test` takes each schedule with one of them."""
+    return [
+        pytest.param(schedule, keep, marks=[pytest.mark.long] * (i % len(POLICIES) != k), id=f"{schedule}-{keep}")
+        for i, schedule in enumerate(PIPELINES)
+        for k, keep in enumerate(POLICIES)
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "keep"), schedules_and_policies())
 def test_every_schedule_under_every_policy(schedule: str, keep: Any) -> None:
     """Also with R as a node of its own, and in some stages and microbatches only."""
     selection, apart = where(), keep == "attention"
@@ -118,7 +126,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("c", CASES, ids=str)
+@pytest.mark.parametrize("c", [pytest.param(c, marks=[pytest.mark.long] * (k % 2), id=str(c)) for k, c in enumerate(CASES)])
 def test_every_kind_of_model(c: Composition) -> None:
     compositions.captured(c.model)
     c = fitted(c)

@@ -70,7 +70,7 @@ def numbers(seeds: range, quick: int) -> list[Any]:
     return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= quick)) for seed in seeds]
 
 
-@pytest.mark.parametrize("seed", numbers(range(2000), 60))
+@pytest.mark.parametrize("seed", numbers(range(2000), 32))
 def test_shared_states_train_what_one_device_trains(seed: int) -> None:
     judge(drawn(seed))
 
