@@ -213,7 +213,7 @@ def test_what_cannot_be_emulated_is_refused() -> None:
             piper.execute(case, steps=1, launcher="emulated", cluster=cluster)
     with pytest.raises(JobError, match="steps=0"):
         piper.execute(case, steps=0, launcher="emulated")
-    with pytest.raises(JobError, match="no steps for log"):
+    with pytest.raises(JobError, match="nothing is trained, so there is nothing for log"):
         piper.execute(case, steps=1, launcher="emulated", log=("jsonl",))
 
 

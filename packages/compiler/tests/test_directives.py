@@ -392,7 +392,7 @@ class TestUsersDirective:
 def test_the_example_of_the_language_document_runs() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {"__name__": __name__}
     exec(compile(blocks[0], "language.md", "exec"), names)
     assert compile_program(layered(4), names["strategy"], global_batch=16).plan.replicas == 2

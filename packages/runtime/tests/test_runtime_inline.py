@@ -155,10 +155,10 @@ NOTICED_BY: dict[str, dict[str, Any]] = {
 NEEDS_MORE = (
     *("short_add", "refilled_batch", "dead_plain_kernel"),
     *("stale_copies", "stale_master", "no_master", "narrow_sums", "narrow_reduction"),
-    *("skip_fold", "dirty_buffer", "stale_gather"),
+    *("skip_fold", "dirty_buffer", "stale_gather", "recompute_other_dropout", "recompute_stale"),
 )
-"""A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one dtype, and no
-states are shared; tests/mutants.py tries these."""
+"""A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one dtype, no
+states are shared and nothing is recomputed; tests/mutants.py tries these."""
 
 
 @pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f not in NEEDS_MORE])

@@ -115,7 +115,7 @@ def bucket_views(bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size
 
 def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
     """Return the buckets of which a rank holds parameters, whole or in part."""
-    return tuple(plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "param")
+    return tuple(plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "grad")
 
 
 def lone_tensors(plan: Plan, rank: int, category: Literal["param", "buffer"]) -> tuple[str, ...]:
