@@ -33,7 +33,7 @@ PEAK_GOAL = 0.25
 
 @dataclass(frozen=True)
 class Policy:
-    """What a layer keeps and computes again under a policy; `peak` as a share of that without recomputation."""
+    """Hold what a layer keeps and computes again under a policy; `peak` is a share of that without recomputation."""
 
     model: str
     keep: str

@@ -54,7 +54,7 @@ ranks that share all states, or those of the optimizer; recomputation, with drop
 
 
 def tolerance_of(case: Composition) -> float:
-    """What a correct run of a case may differ from one device."""
+    """Return by how much a correct run of a case may differ from one device."""
     return parity.FLOAT64 if case.precision == "float64" else parity.FLOAT32
 
 

@@ -21,7 +21,7 @@ def _split(instr: Instr) -> int:
 
 
 def recompute_never(plan: Plan) -> Plan | None:
-    """What F did not keep is not made again."""
+    """R does not make again what F did not keep."""
     for role, k, instr in instructions(plan, lambda i: _split(i) >= 0 and len(i.parts) > 1):
         n = _split(instr)
         return with_instr(plan, role, k, replace(instr, parts=(*instr.parts[:n], *instr.parts[n + 1 :])))

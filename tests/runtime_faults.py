@@ -161,7 +161,7 @@ def _stale_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
 
 
 def _no_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
-    """What is updated has no more digits than bfloat16."""
+    """The optimizer updates parameters that have no more digits than bfloat16."""
     run, masters = bind(part, rank), [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]]
     return _rounded(run, masters) if isinstance(part.op, Update) else run
 

@@ -119,7 +119,7 @@ def run_of(job: Job, strategy: Strategy, steps: int) -> Any:
 @pytest.mark.parametrize(("axes", "microbatches"), [({}, 3), ({"dp": 3}, 1)])
 @pytest.mark.parametrize(("reduce", "gradient"), [("float32", 1.0), ("bfloat16", 0.0)])
 def test_256_and_1_less_256_is_1(axes: dict[str, int], microbatches: int, reduce: str, gradient: float) -> None:
-    """In bfloat16, which has no 257, it is 0."""
+    """The sum is 0 in bfloat16, which has no 257."""
     precision = Precision(params="float32", compute="bfloat16", reduce=reduce)
     job = Job(Line, large_and_small, weighted, sgd, global_batch=3, precision=precision)
     pieces = (piper.split(piper.where(), microbatches=microbatches), *(piper.recipes.data_parallel() if axes else ()))
@@ -213,7 +213,7 @@ MICROBATCHES = 4
 
 @cache
 def ratios(name: str) -> list[float]:
-    """By parameter: the error of a plan's gradient over that of plain torch in bfloat16, both against float64."""
+    """Return each parameter's error of the gradient over that of plain torch in bfloat16, both against float64."""
     work = models.job(SIZES[name], global_batch=8)
     exact = parity.reference(replace(work, precision=Precision(params="float64")), microbatches=MICROBATCHES, steps=1)
     plain = parity.reference(work, microbatches=MICROBATCHES, steps=1)

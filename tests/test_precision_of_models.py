@@ -1,4 +1,4 @@
-"""What a job's precision does to its program and plan: dtypes of states, losses, buffers and batches; what is refused."""
+"""A job's precision decides dtypes of states, losses, buffers and batches, and what is refused."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_kept_parameters_compute_in_their_own_dtype_and_share_no_bucket_with_oth
 
 
 def test_kept_parameters_train_as_in_a_plain_loop() -> None:
-    """In float32 inside of float64, with one parameter that stays in float64."""
+    """The model computes in float32 inside of float64, with one parameter that stays in float64."""
     work = job(Precision(params="float64", compute="float32", keep={"router.*": "float64"}), clip_norm=0.1)
     pieces = (piper.split(piper.where(), microbatches=2), *piper.recipes.data_parallel())
     run = piper.execute(

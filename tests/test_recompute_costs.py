@@ -1,4 +1,4 @@
-"""What recomputation costs: in simulations, in measured durations, in texts, and for GPT-3."""
+"""Recomputation has its costs in simulations, in measured durations, in texts, and for GPT-3."""
 
 from __future__ import annotations
 

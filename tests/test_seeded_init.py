@@ -177,7 +177,7 @@ def test_a_rank_makes_one_parameter_at_a_time() -> None:
 
 
 def test_a_seeded_job_trains_as_one_device_does() -> None:
-    """In this process, in processes, and by `piper verify`."""
+    """It does so in this process, in processes, and by `piper verify`."""
     job = seeded_job("gpt")
     assert verify_strategy(job, LAYOUTS["1F1B"]).equal
     compiled = piper.compile(job, LAYOUTS["GPipe x replicas"])

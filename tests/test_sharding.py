@@ -31,7 +31,7 @@ from tests.test_memory_truth import lies
 MODELS = ("gpt", "llama", "skip", "slices", "gpt_dropout", "frozen", "opaque", "branches", "custom_op", "gpt_untied")
 """Tied and untied weights, weighted losses, dropout, frozen and opaque parts, and values that skip stages."""
 ROOMS = (0, 0.003, "step")
-"""What may stay gathered, in MiB: nothing, some of a model's 30 KiB, all."""
+"""The MiB that may stay gathered: nothing, some of a model's 30 KiB, or all."""
 
 
 def drawn(seed: int) -> Composition:

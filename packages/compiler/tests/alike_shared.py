@@ -161,4 +161,4 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "one config for all": (one_for_all, (4, 1, 3)),
     "one config for all but a scale": (shared(*[Config(2.0)] * 2, factor), (3, 1, 2)),
 }
-"""What layers share: model, and how much of it is traced once."""
+"""The cases of layers that share objects: a model, and how much of it is traced once."""

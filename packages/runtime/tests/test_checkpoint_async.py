@@ -109,7 +109,7 @@ def test_a_synchronous_save_ends_before_the_next_step(tmp_path: Path, monkeypatc
 
 
 def test_a_rank_that_waits_for_its_write_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who watches ranks takes one that shows nothing for a hang."""
+    """The watcher takes a rank that shows no progress for one that hangs."""
 
     def slow(path: Path, contents: Any, wrote: Any) -> Any:
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint: torch reads it, and whatever else somebody puts there is one clear message."""
+"""Torch reads the files of a checkpoint, and anything else that is put there gives one clear message."""
 
 from __future__ import annotations
 

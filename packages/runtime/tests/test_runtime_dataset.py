@@ -51,7 +51,7 @@ def test_every_epoch_goes_once_through_all_samples(n: int, rows: int, seed: int,
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 def test_replicas_and_microbatches_share_the_same_rows(dp: int, microbatches: int) -> None:
-    """In 3 epochs, boundaries included; 32 rows per step, cut in every way."""
+    """The rows are equal in 3 epochs, boundaries included, with 32 rows per step that are cut in every way."""
     rows = 32
     plan, _ = chain(pp=1, dp=dp, microbatches=microbatches, rows=rows // dp // microbatches)
     batch = from_dataset(NUMBERS, seed=1).bound(rows)
@@ -73,7 +73,7 @@ def test_a_run_trains_as_one_device(dp: int, microbatches: int) -> None:
 
 
 def test_a_resume_at_every_step_of_three_epochs_reads_what_comes_next() -> None:
-    """From the step alone: the state is empty."""
+    """The step alone decides the rows, so the state is empty."""
     steps = range(-(-3 * N // ROWS))
     first = from_dataset(NUMBERS, seed=3).bound(ROWS)
     whole = [numbers(first, step, range(ROWS)) for step in steps]

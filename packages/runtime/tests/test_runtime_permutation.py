@@ -41,7 +41,7 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    """In a random order of n two neighbours are neighbours again with probability 2 / n."""
+    """Two neighbours are neighbours again in a random order of n with probability 2 / n."""
     n = 1000
     images = [Permutation(n, 0, 0)(k) for k in range(n)]
     assert sum(abs(a - b) == 1 for a, b in pairwise(images)) < 12
@@ -49,7 +49,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_all_orders_come_equally_often(n: int) -> None:
-    """By the chi-squared statistic, against its value that a fair choice exceeds once in 10,000 times."""
+    """The chi-squared statistic stays below the value that a fair choice exceeds once in 10,000 times."""
     limit = {2: 15.1, 3: 25.7, 4: 59.1}[n]  # 1, 5 and 23 degrees of freedom
     epochs = 4800
     found = Counter(tuple(Permutation(n, 7, e)(k) for k in range(n)) for e in range(epochs))
@@ -60,7 +60,7 @@ def test_all_orders_come_equally_often(n: int) -> None:
 
 @pytest.mark.parametrize("n", [4, 9, 25])
 def test_odd_permutations_are_reached_too(n: int) -> None:
-    """With rounds over an odd number of pairs of odd size, all would be even."""
+    """All would be even, were there rounds over an odd number of pairs of odd size."""
     parities = Counter(parity([Permutation(n, 3, e)(k) for k in range(n)]) for e in range(200))
     assert min(parities[0], parities[1]) > 60
 
