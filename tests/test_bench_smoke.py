@@ -297,6 +297,7 @@ def test_both_sides_of_a_comparison_cut_the_model_alike(kind: str) -> None:
     InlineEngine(ranks).step(0)
 
 
+@pytest.mark.long
 def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
     rows = step_time.compared("1F1B", step_model.TINY, pairs=2)
     assert [r.unit for r in rows[:4]] == ["ratio", "ms/step", "ms/step", "ratio"]
@@ -304,6 +305,7 @@ def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
     assert {"matmul", step_profile.REST, step_profile.WAITING} <= {r.name.partition("profile, ")[2] for r in rows[4:]}
 
 
+@pytest.mark.long
 def test_predictions_have_a_row_each_and_three_goals() -> None:
     chosen = {"gpipe": piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))}
     *cases, error, single, order, memory = prediction.predicted(chosen, step_model.TINY, global_batch=4, rounds=1)

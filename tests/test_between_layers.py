@@ -131,10 +131,11 @@ def sends(compiled: piper.Compiled) -> int:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> None:
-    compiled = piper.compile(job(lambda: Model(BODIES[name])), strategy("1f1b"))
+    work = job(lambda: Model(BODIES[name]))
+    compiled = piper.compile(work, strategy("1f1b"))
     assert not [c.id for c in compiled.plan.chunks if c.id.startswith("layer") and "." in c.id]
     assert sends(compiled) == 2 * MICROBATCHES
-    report = verify_strategy(job(lambda: Model(BODIES[name])), strategy("1f1b"), steps=2)
+    report = verify_strategy(work, strategy("1f1b"), steps=2)
     assert report.equal, report.text()
 
 
@@ -144,9 +145,10 @@ def test_schedules_that_come_back_to_a_device(name: str, schedule: str) -> None:
     """As many messages as for the plain residual, whose last sum is behind the last layer."""
     tail = 1 if name == "written_into_a_copy" else 0  # x is copied before the first layer: one more block
     plain = piper.compile(job(lambda: Model(plain_residual)), strategy(schedule))
-    compiled = piper.compile(job(lambda: Model(BODIES[name])), strategy(schedule))
+    work = job(lambda: Model(BODIES[name]))
+    compiled = piper.compile(work, strategy(schedule))
     assert sends(compiled) <= sends(plain) + tail * MICROBATCHES
-    report = verify_strategy(job(lambda: Model(BODIES[name])), strategy(schedule), steps=2)
+    report = verify_strategy(work, strategy(schedule), steps=2)
     assert report.equal, report.text()
 
 

@@ -14,7 +14,7 @@ from tests import compositions, models, parity
 from tests import runtime_faults as faults
 from tests.compositions import Composition, fitted
 
-EXAMPLES = max(200, settings.default.max_examples)
+EXAMPLES = max(150, settings.default.max_examples)
 STEPS = 2
 """One update between two gradients: what is left over from the first step shows in the second."""
 

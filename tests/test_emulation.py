@@ -132,6 +132,7 @@ def test_time_truth_of_every_schedule_on_eight_ranks(schedule: str, eight: Pool)
     check(schedule, 8, 1, eight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["dualpipe_v"])
 def test_without_its_overlaps_a_plan_is_slower_by_what_the_simulator_says(schedule: str, pool: Pool) -> None:
     """The same orders, each pair written as two selections."""

@@ -103,7 +103,7 @@ RUNS: dict[str, Callable[[Runs, Pool], Executed]] = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=[*(n for n in RUNS if n != "ray"), pytest.param("ray", marks=pytest.mark.long)])
 def ran(request: pytest.FixtureRequest, run: Runs, pool: Pool) -> Executed:
     return RUNS[request.param](run, pool)
 
@@ -168,7 +168,7 @@ def test_negative_control_a_span_moved_early_is_noticed(ran: Executed) -> None:
     assert violations(plan, replace(trace, spans=moved))
 
 
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.long)])
 def test_executors_agree_on_losses_parameters_and_memory(launcher: str, run: Runs) -> None:
     inline, processes = run("inline"), run(launcher)
     assert inline.losses == pytest.approx(processes.losses, rel=1e-6)

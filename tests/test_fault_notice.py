@@ -18,7 +18,7 @@ MOST_POLLS = 4
 """After the fault: steps that the other rank had finished before, and answers of actors to a look, end polls as well."""
 
 
-@pytest.fixture(scope="module", params=["processes", "ray"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.long)])
 def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
     with open_pool(request.param, 2) as workers:
         yield workers

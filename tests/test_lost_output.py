@@ -122,6 +122,7 @@ def test_a_folder_with_something_in_it_stays(tmp_path: Path) -> None:
         assert folder.exists() == (content == "written")
 
 
+@pytest.mark.long
 def test_a_closed_pipe_ends_no_training(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "runs"
     args = ("run", recipe, "--launcher", "inline", "--steps", 3, "--out", out)

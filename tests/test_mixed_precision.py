@@ -17,6 +17,7 @@ import piper
 from piper import Job, Mesh, Precision, Strategy, models
 from piper_ir.ops import Update
 from piper_ir.verify import verify
+from piper_runtime.launch.processes import Pool
 from piper_runtime.rank.rank import Binder, Rank
 from piper_runtime.rank.store import Store
 from tests import compositions, parity
@@ -72,10 +73,10 @@ def test_memory_is_as_planned(c: Composition) -> None:
     assert not found, "\n".join([repr(c), *found[:6]])
 
 
-def test_in_processes() -> None:
+def test_in_processes(pool: Pool) -> None:
     c = mixed(replace(CASES[0], optimizer="sgd"))
     plan = compositions.compiled(c).plan
-    run = compositions.run(c, plan, launcher="processes")
+    run = compositions.run(c, plan, launcher="processes", pool=pool)
     parity.assert_parity(run, compositions.expected(c), parity.FLOAT32)
 
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import conftest
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "packages", "tests", "examples", "benchmarks")
 # A code, then a reason behind a dash or a second hash sign.
@@ -40,3 +42,11 @@ def test_no_module_outgrows_its_reader() -> None:
         str(p.relative_to(ROOT)): n for p in sources() if "tests" not in p.parts and (n := len(p.read_text().splitlines())) > 400
     }
     assert not long, long
+
+
+def test_what_the_suite_samples_and_sorts_exists() -> None:
+    """A test that is renamed would run whole again, and a file would stand at the end of the line, without a word."""
+    for node in conftest.SAMPLED:
+        file, _, test = node.partition("::")
+        assert f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), node
+    assert all((ROOT / file).is_file() for files in (*conftest.TOGETHER.values(), conftest.LONG) for file in files)

@@ -196,6 +196,7 @@ def test_the_benchmark_reads_what_a_rank_holds(tmp_path: Path, monkeypatch: pyte
     assert read["own_mib"] == made["own_mib"] > 0
 
 
+@pytest.mark.long
 def test_a_profile_makes_the_weights_of_the_job(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "x.safetensors", state_of("gpt"))
     assert piper.profile(seeded_job("gpt", init=path), PIPELINE, repeats=2).steps

@@ -124,7 +124,7 @@ def test_a_function_that_cannot_be_sent_is_refused_and_no_process_stays() -> Non
         LoaderProcesses(batch_call(plan, 0, lambda step, rows: lock), 0, 1)
 
 
-@pytest.mark.parametrize("loader", ["thread", 1])
+@pytest.mark.parametrize("loader", [pytest.param("thread", marks=pytest.mark.long), 1])
 def test_a_run_in_workers_trains_as_one_device_with_the_planned_memory(loader: Any, pair: Pool, tmp_path: Path) -> None:
     plan, job = chain(pp=2, microbatches=3, drop=True, batch=noting(tmp_path, slow))
     there = run(plan, job, launcher="processes", pool=pair, loader=loader, steps=6, memory=True, trace=True)
@@ -158,9 +158,8 @@ def bad(what: str, folder: Path) -> Callable[[int, range], Any]:
     return noting(folder, called)
 
 
-@pytest.mark.parametrize(
-    "loader", [pytest.param("none", marks=pytest.mark.long), "thread", pytest.param(1, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("loader", ["none", "thread", 1])
 def test_an_error_in_a_worker_is_the_same_whoever_called(loader: Any, tmp_path: Path) -> None:
     plan, job = chain(pp=2, batch=bad("raise", tmp_path))
     with Pool(2) as workers:
@@ -178,8 +177,9 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("loader", [pytest.param("thread", marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("loader", ["thread", 1])
 def test_an_interrupt_ends_workers_and_their_loaders(loader: Any, tmp_path: Path) -> None:
     plan, job = chain(pp=2, batch=bad("hang", tmp_path))
     with Pool(2) as workers:

@@ -120,8 +120,8 @@ NAMED = {
 }
 
 
-LONG = ("interrupt",)
-"""It goes the way of "exit"."""
+LONG = ("interrupt", "exit", "poison")
+"""They go the way of "kill"."""
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG)) for what in NAMED])
@@ -144,7 +144,8 @@ def pair() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind != "raise")) for kind in KINDS])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pair: Pool) -> None:
     named_and_ended(pair, kind, 1, launcher="processes")
 

@@ -68,6 +68,7 @@ def spying(step: int, rows: range) -> Any:
     return batch(step, rows)
 
 
+@pytest.mark.long
 def test_a_worker_has_them_too(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its compute: torch.profiler sees the thread that has started it. Of the range that is open when it starts, that of
     the first load, torch 2.13 tells and 2.11 does not."""

@@ -147,9 +147,10 @@ with RayPool({ranks}, cluster="local") as pool:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "ranks"),
-    [(signal.SIGINT, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in ((signal.SIGTERM, 1), (signal.SIGKILL, 2)))],
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 2)],
 )
 def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals, ranks: int) -> None:
     """The interrupt goes to the whole group of processes, as at a terminal."""

@@ -82,6 +82,7 @@ with open(os.path.join({out!r}, os.environ["RANK"]), "w") as file:
 """
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_save_and_resume(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SAVING.format(path=sys.path, out=str(tmp_path)))
@@ -121,14 +122,11 @@ def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
     assert re.search(said, done.stdout), done.stdout + done.stderr
 
 
+@pytest.mark.long  # test_runtime_processes.py has them in `make test`
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        pytest.param(
-            "raise SystemExit(0)",
-            r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+",
-            marks=pytest.mark.long,  # test_runtime_processes.py has it in `make test`
-        ),
+        ("raise SystemExit(0)", r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
         ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import symbolic_convert
+from torch._dynamo import guards, symbolic_convert
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.side_effects import SideEffects
@@ -105,9 +105,14 @@ def own_settings() -> Iterator[None]:
     try:
         with (
             dynamo_config.patch(
-                automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, allow_rnn=True
+                automatic_dynamic_shapes=False,
+                assume_static_by_default=True,
+                suppress_errors=False,
+                allow_rnn=True,
+                run_gc_after_compile=False,  # it looks at all objects of the process, for what the next collection finds as well
             ),
             _function_names_left_out(),
+            _guards_not_timed(),
             _cached_results_marked(),
         ):
             yield
@@ -124,6 +129,16 @@ def _function_names_left_out() -> Iterator[None]:
     """
     if hasattr(symbolic_convert, "get_funcname"):
         with in_place(symbolic_convert, {"get_funcname": lambda filename, line: None}):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _guards_not_timed() -> Iterator[None]:
+    """Leave out the timing of the guards, which fills and empties the processor's caches for a line of a log."""
+    if hasattr(guards, "profile_guard_manager"):
+        with in_place(guards, {"profile_guard_manager": lambda *_: 0.0}):
             yield
     else:
         yield

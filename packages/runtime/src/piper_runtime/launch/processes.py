@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,21 +20,15 @@ from typing import Any
 
 from piper_ir.errors import ExecutionError
 from piper_runtime.engine.streams import HEART_SLOTS, LAST_STEP, STEP
+from piper_runtime.launch.forking import ForkedProcess, fork_worker
 from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S
 
-_WORKER = "import gc; gc.disable(); from piper_runtime.launch.worker_process import main; main()"
-"""The program of a worker's Python.
-
-While torch's modules are imported, the garbage collector would look at their million objects again and again; `main`
-turns it on.
-"""
-
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     pipe: Connection[Any, Any]
     lifeline: int
 
@@ -134,17 +126,9 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
     ours, theirs = Pipe()
     lifeline_read, lifeline_write = os.pipe()
     setup = Setup(rank, world, theirs.fileno(), lifeline_read, str(Path(folder, "heart")), str(Path(folder, "store")), threads)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, json.dumps(vars(setup))],
-            stdin=subprocess.DEVNULL, env=environment, pass_fds=(setup.pipe, setup.lifeline),
-            start_new_session=True,  # an interrupt at the terminal reaches the launcher only, which then ends its workers
-        )  # fmt: skip
+        process = fork_worker(setup, environment)
     finally:
         theirs.close()
         os.close(lifeline_read)

@@ -1,4 +1,4 @@
-"""Serve the requests of one rank in a process, which `piper_runtime.launch.processes` starts.
+"""Serve the requests of one rank in a process, which `piper_runtime.launch.fork_server` forks.
 
 It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe
 closes too and the process ends at once.
@@ -7,7 +7,6 @@ closes too and the process ends at once.
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
 import pickle
@@ -16,7 +15,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -70,9 +69,8 @@ def _end_with(lifeline: int, folder: Path) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """Serve the rank of the setup in the command line, and end the process."""
-    setup = Setup(**json.loads(sys.argv[1]))
+def main(setup: Setup) -> NoReturn:
+    """Serve a rank, and end the process."""
     serve(setup)
     sys.stdout.flush()
     # The launcher is done with its workers, or dead; in the second case nobody else removes the shared files.

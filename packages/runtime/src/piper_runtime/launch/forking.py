@@ -1,0 +1,215 @@
+"""Start workers by a fork server of this process, and follow them as one follows child processes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic, sleep
+
+from piper_ir.errors import ExecutionError
+from piper_runtime.launch.protocol import Setup
+from piper_runtime.launch.watch import STARTUP_S
+
+LENGTH = struct.Struct("!Q")
+"""The form of the length of a request, and of the process id in the answer."""
+STATUS = struct.Struct("!i")
+"""The form of an exit code; a negative one is the signal that ended the process."""
+
+_SERVER = "import gc; gc.disable(); from piper_runtime.launch.fork_server import start; start({channel})"
+"""The program of the server's Python.
+
+While torch's modules are imported, the garbage collector would look at their million objects again and again; the
+worker turns it on.
+"""
+_AT_IMPORT = ("CUDA", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "OMP", "PYTHON", "PYTORCH", "TORCH")
+"""The beginnings of environment variables that Python and torch's libraries read when they are loaded."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Ask for one worker, which is to find what a child process of the launcher would find.
+
+    Attributes:
+        setup: the settings of the worker; its descriptors travel beside the request.
+        environment: the launcher's environment variables.
+        path: the launcher's `sys.path`.
+        folder: the launcher's working folder.
+    """
+
+    setup: Setup
+    environment: dict[str, str]
+    path: list[str]
+    folder: str
+
+
+class ForkedProcess:
+    """Follow a worker as `subprocess.Popen` follows a child.
+
+    Attributes:
+        pid: the worker's process id.
+    """
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid, self._status = pid, status
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the worker runs."""
+        if self._code is None and select.select([self._status], [], [], 0)[0]:
+            said = os.read(self._status, STATUS.size)
+            if said:
+                self._ended(STATUS.unpack(said)[0])
+            elif not _exists(self.pid):  # the server has ended before the worker, which nobody reaps for us then
+                self._ended(-signal.SIGKILL)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code as soon as there is one.
+
+        Raises:
+            subprocess.TimeoutExpired: when there is none after `timeout` seconds.
+        """
+        until = None if timeout is None else monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = 1.0 if until is None else until - monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            if select.select([self._status], [], [], left)[0]:
+                sleep(0.001)  # where the server is gone the descriptor stays readable
+        return code
+
+    def kill(self) -> None:
+        """End the worker at once, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _ended(self, code: int) -> None:
+        self._code = code
+        os.close(self._status)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class _Server:
+    """Hold the process that forks; it ends with this one."""
+
+    def __init__(self, environment: dict[str, str], read_early: dict[str, str]) -> None:
+        self.read_early, self.owner = read_early, os.getpid()
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(STARTUP_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVER.format(channel=theirs.fileno())],
+                stdin=subprocess.DEVNULL, env=environment, pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+
+    def fork(self, fork: Fork, pipe: int, lifeline: int) -> ForkedProcess:
+        request = pickle.dumps(fork)
+        status, theirs = os.pipe()
+        streams = [_stream(number) for number in (1, 2)]
+        try:
+            socket.send_fds(self._channel, [LENGTH.pack(len(request))], [pipe, lifeline, theirs, *streams])
+            self._channel.sendall(request)
+            (pid,) = LENGTH.unpack(receive_exactly(self._channel, LENGTH.size))
+        except (OSError, EOFError):
+            os.close(status)
+            raise
+        finally:
+            for descriptor in (theirs, *streams):
+                os.close(descriptor)
+        return ForkedProcess(pid, status)
+
+    def end(self) -> None:
+        """Let the server end, and reap it."""
+        self._channel.close()
+        if os.getpid() == self.owner:
+            self._process.wait()
+
+    @property
+    def ended(self) -> bool:
+        return os.getpid() == self.owner and self._process.poll() is not None
+
+    def exit_code(self) -> int | None:
+        """Return how a server ended that does not answer; None for one that had to be killed."""
+        self._channel.close()
+        try:
+            return self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return None
+
+
+_lock = threading.Lock()
+_server: _Server | None = None
+
+
+def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
+    """Start a worker in the environment given; the first one of this process waits for the imports of the server.
+
+    Raises:
+        ExecutionError: the server cannot be started.
+    """
+    global _server
+    path = [p or os.getcwd() for p in sys.path]
+    read_early = {n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n != "PYTHONPATH"}
+    environment = environment | {"PYTHONPATH": os.pathsep.join(path)}
+    with _lock:
+        if _server is not None and (_server.ended or (_server.owner, _server.read_early) != (os.getpid(), read_early)):
+            _end()
+        if _server is None:
+            _server = _Server(environment, read_early)
+        try:
+            return _server.fork(Fork(setup, environment, path, os.getcwd()), setup.pipe, setup.lifeline)
+        except (OSError, EOFError) as error:
+            code, _server = _server.exit_code(), None
+            what = f"did not answer within {STARTUP_S:.0f} s" if code is None else f"has ended with exit code {code}"
+            raise ExecutionError(f"the process that forks workers {what}; its output is above") from error
+
+
+@atexit.register
+def _end() -> None:
+    global _server
+    if _server is not None:
+        _server.end()
+        _server = None
+
+
+def _stream(number: int) -> int:
+    """Return a copy of one of this process's standard streams, or of the null device where it is closed."""
+    try:
+        return os.dup(number)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def receive_exactly(channel: socket.socket, count: int) -> bytes:
+    """Return as many bytes as are asked for.
+
+    Raises:
+        EOFError: the other side has closed before.
+    """
+    parts = bytearray()
+    while len(parts) < count:
+        part = channel.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
