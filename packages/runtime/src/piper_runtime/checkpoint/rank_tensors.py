@@ -119,6 +119,18 @@ def left_out(plan: Plan) -> tuple[list[str], list[str]]:
     return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
 
 
+def saved_dtypes(plan: Plan) -> dict[str, str]:
+    """Return the dtypes of parameters in checkpoints, where these are others than forward and backward read.
+
+    A trained parameter is saved as the optimizer has it. One that no rank holds is saved as the job makes it, in the
+    same dtype.
+    """
+    made = next((b.dtype for b in plan.buckets), None)
+    out = {name: b.dtype for b in plan.buckets for name in b.params}
+    floats = {p.name for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point}
+    return out | {name: made for name in left_out(plan)[0] if made is not None and name in floats}
+
+
 def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
     """Yield the states of a rank, or a portion of them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
-from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key, plain_settings
+from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key, plain_settings, saved_dtypes
 from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
 from piper_runtime.rank.job import Job
 from piper_runtime.rank.optimizer import advance, call_optimizer, call_scheduler, meta_parameters, optimizer_spec
@@ -151,7 +151,10 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
 
 
 def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
-    wanted: dict[str, tuple[str, TensorSpec]] = {p.name: ("parameter", p.spec) for p in plan.params}
+    dtypes = saved_dtypes(plan)
+    wanted: dict[str, tuple[str, TensorSpec]] = {
+        p.name: ("parameter", replace(p.spec, dtype=dtypes.get(p.name, p.spec.dtype))) for p in plan.params
+    }
     wanted |= {b.name: ("buffer", b.spec) for b in plan.buffers if b.name not in wanted}
     for name, (kind, spec) in wanted.items():
         found = saved.tensors.get(model_key(name))
@@ -161,12 +164,16 @@ def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
                 yield f"has no {kind} {name!r}, which the model has; use the same model"
         elif found.shape != shape:
             yield f"has {kind} {name!r} of shape {list(found.shape)}, the model one of {list(shape)}; use the same model"
-        elif found.dtype != spec.dtype:
+        elif found.dtype != spec.dtype and not (saved.weights_only and _are_floats(found.dtype, spec.dtype)):
             yield f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same precision"
     names = {model_key(n) for n in wanted} | {model_key(n) for n in saved.meta.tied}
     more = [key for key in saved.tensors if key.startswith("model.") and key not in names]
     for key in more:
         yield f"has {key.removeprefix('model.')!r}, which the model has not; use the same model"
+
+
+def _are_floats(*dtypes: str) -> bool:
+    return all(getattr(torch, dtype).is_floating_point for dtype in dtypes)
 
 
 def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
