@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 
 import piper
 from piper.api.compiling import Compiled
+from piper_ir.errors import JobError
+from piper_runtime.checkpoint import convert
+from piper_runtime.weights import stored_tensors
+from tests.safetensors_writer import write_safetensors
 
 
 class Odd(nn.Module):
@@ -67,3 +73,32 @@ def test_a_resumed_run_is_one_without_a_pause(precision: str, tmp_path: Path) ->
     a, b = whole.state_dict(), found.state_dict()
     assert found.losses == whole.losses[2:] and a.keys() == b.keys()
     assert [n for n in a if not torch.equal(a[n], b[n])] == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_all_weights_are_those_of_the_checkpoint(precision: str, tmp_path: Path) -> None:
+    """Also the frozen ones, and those that no rank holds: in the model after the run, and in its own checkpoints."""
+    other = {n: t + 1 for n, t in Odd().state_dict().items()}
+    convert(write_safetensors(tmp_path / "other.safetensors", other), tmp_path / "begin")
+    saved = piper.Checkpoints(tmp_path / "saved", keep=1)
+    first = run(precision, 1, resume=tmp_path / "begin" / "step-00000000", checkpoint=saved)
+    second = run(precision, 1, resume="latest", checkpoint=saved)
+    convert(tmp_path / "saved", tmp_path / "end.safetensors")
+    end = stored_tensors(tmp_path / "end.safetensors")
+    for found in (first.state_dict(), second.state_dict(), {n: t.flat(0, prod(t.shape)).view(t.shape) for n, t in end.items()}):
+        for name in ("layers.1.weight", "spare", "unread", "factor"):
+            expected = other[name].to(found[name].dtype)
+            assert torch.allclose(found[name].float(), expected.float(), rtol=2**-8 if "weight" in name else 0), name
+
+
+def test_a_resumed_run_needs_no_file_of_the_job(tmp_path: Path) -> None:
+    file = write_safetensors(tmp_path / "weights.safetensors", Odd().state_dict())
+    made = compiled("mixed")
+    job = replace(made.job, init=file)
+    whole = run("mixed", 2, job=job)
+    run("mixed", 1, job=job, checkpoint=piper.Checkpoints(tmp_path / "saved"))
+    file.unlink()
+    found = run("mixed", 1, job=job, checkpoint=piper.Checkpoints(tmp_path / "saved"), resume="latest")
+    assert found.losses == whole.losses[1:]
+    with pytest.raises(JobError, match="no such file"):
+        run("mixed", 1, job=job)

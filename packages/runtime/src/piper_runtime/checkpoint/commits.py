@@ -46,7 +46,8 @@ class CheckpointCommits:
         self._about, self._job = about_run(plan, job), job
         self._names = [model_key(n) for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))]
         params, buffers = left_out(plan)
-        self._unheld = {model_key(n): initial.params[n] for n in params} | {model_key(n): initial.buffers[n] for n in buffers}
+        self._unheld = {model_key(n): initial.tensor(initial.params, n) for n in params}
+        self._unheld |= {model_key(n): initial.tensor(initial.buffers, n) for n in buffers}
         self._found: dict[int, dict[int, SaveDone]] = {}
         import_module(DCP_HOME)  # which takes a second, and is not to do so in the middle of a run
 

@@ -6,17 +6,28 @@ import io
 import pickle
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from piper_ir.errors import FormatError, JobError
-from piper_ir.plan import Bucket
+from piper_ir.plan import Bucket, Plan
 from piper_runtime.checkpoint.boxes import boxes_of_range
 from piper_runtime.checkpoint.dcp_metadata import SavedTensor
 from piper_runtime.checkpoint.rank_file import SavedBox
-from piper_runtime.checkpoint.rank_tensors import MODEL, FlatState, NamedRange, key_path, optimizer_key, rank_tensors
+from piper_runtime.checkpoint.rank_tensors import (
+    MODEL,
+    FlatState,
+    NamedRange,
+    key_path,
+    left_out,
+    model_key,
+    optimizer_key,
+    rank_tensors,
+    saved_dtypes,
+)
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.rank.optimizer import SEPARABLE
 from piper_runtime.rank.rank_state import RankState
@@ -88,6 +99,21 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
     return found
 
 
+def unheld_tensors(saved: SavedRun, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a checkpoint that no rank of a plan holds, by name.
+
+    They are read at once: the checkpoint may be deleted before the run ends.
+    """
+    names = {name: saved.tensors.get(model_key(name)) for kind in left_out(plan) for name in kind}
+    dtypes = saved_dtypes(plan)
+    out = {}
+    for name, tensor in names.items():
+        if tensor is not None:
+            found = read_range(saved.path, tensor, 0, prod(tensor.shape)).view(tensor.shape)
+            out[name] = found.to(getattr(torch, dtypes[name])) if name in dtypes else found
+    return out
+
+
 def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lambda n: None) -> None:
     """Give a rank the parameters, buffers and optimizer state of a checkpoint; tell `beat` how many tensors are read.
 
@@ -103,6 +129,7 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
             beat(read)
             _fill(state, saved)
         rank.store.copy_masters([bucket.id for bucket in rank.store.buckets])
+        rank.restored = True
 
 
 def _fill(state: FlatState, saved: Restore) -> None:

@@ -11,10 +11,11 @@ from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.rank_file import SaveDone
+from piper_runtime.checkpoint.restoring import unheld_tensors
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
 from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, prepare_folder
 from piper_runtime.launch.torchrun import is_first
-from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.rank.job import InitialState, Job, constructed_only, materialize
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ def beginning_of(
         prepare_folder(checkpoint, step, first=is_first())
         checkpoint = replace(checkpoint, folder=checkpoint.path)
     return Beginning(step, saved, checkpoint)
+
+
+def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
+    """Return what a run begins with, whose ranks may go on from a checkpoint: then no file of Job.init is read.
+
+    Raises JobError where the job has no such weights.
+    """
+    if saved is None:
+        return materialize(job)
+    return replace(materialize(constructed_only(job)), restored=unheld_tensors(saved, plan))
 
 
 @contextmanager
