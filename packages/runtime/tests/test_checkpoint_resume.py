@@ -324,16 +324,10 @@ def test_another_training_is_named(changed: dict[str, Any], says: str, tmp_path:
         run(plan, job, resume=tmp_path / "step-00000002")
 
 
-class Data:
-    """A batch function that says what its data are, and where it goes on."""
+class Unnamed:
+    """A batch function that says where it goes on."""
 
-    follows_state = ("sizes",)
-
-    def __init__(self, name: str, sizes: int = 1) -> None:
-        self.name, self.sizes, self.goes_on = name, sizes, -1
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"name": self.name, "sizes": self.sizes}
+    goes_on = -1
 
     def state_dict(self, step: int) -> dict[str, Any]:
         return {"rows": 8 * step}
@@ -343,6 +337,18 @@ class Data:
 
     def __call__(self, step: int, rows: range) -> Any:
         return batch(step, rows)
+
+
+class Data(Unnamed):
+    """One that says what its data are, too."""
+
+    follows_state = ("sizes",)
+
+    def __init__(self, name: str, sizes: int = 1) -> None:
+        self.name, self.sizes = name, sizes
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"name": self.name, "sizes": self.sizes}
 
 
 def test_data_that_say_what_they_are_go_on_and_others_are_named(tmp_path: Path) -> None:
@@ -355,6 +361,39 @@ def test_data_that_say_what_they_are_go_on_and_others_are_named(tmp_path: Path) 
         run(plan, chain(batch=Data("b"))[1], resume=tmp_path / "step-00000002")
     with pytest.raises(JobError, match=r"was made with other data \(.* -> None\)"):
         run(plan, chain()[1], resume=tmp_path / "step-00000002")
+
+
+class Broken(Data):
+    """A batch function one of whose methods fails."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__("a")
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: Any) -> Any:
+        raise ValueError("no such file")
+
+
+def test_a_state_is_kept_without_a_fingerprint(tmp_path: Path) -> None:
+    data = Unnamed()
+    plan, job = chain(batch=data)
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    run(plan, job, steps=1, resume=tmp_path / "step-00000002")
+    assert data.goes_on == 16
+
+
+@pytest.mark.parametrize("method", ["fingerprint", "state_dict", "load_state_dict"])
+def test_a_method_of_the_data_that_fails_is_named(method: str, tmp_path: Path) -> None:
+    plan, job = chain(batch=Data("a"))
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    with pytest.raises(JobError, match=rf"Job\.batch\.{method}\(.*\) raised ValueError: no such file .*test_checkpoint_resume"):
+        run(plan, chain(batch=Broken(method))[1], steps=1, resume="latest", checkpoint=Checkpoints(tmp_path))
+
+
+def test_data_that_json_does_not_hold_are_named(tmp_path: Path) -> None:
+    plan, job = chain(batch=Data(float("nan")))  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="cannot be saved.*give texts, numbers"):
+        run(plan, job, steps=1, checkpoint=Checkpoints(tmp_path))
 
 
 def test_another_learning_rate_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
+from piper_ir.tools import user_code
 from piper_runtime.rank.job import Job
 
 
@@ -62,16 +63,18 @@ def data_of(job: Job, step: int) -> dict[str, Any]:
     """Return what the batch function says of its data when so many steps are done; nothing for an ordinary function.
 
     "fingerprint" is its attribute or method of this name, which is the same in every step; "state" is what its method
-    `state_dict(step)` returns. Raises JobError for what JSON does not hold.
+    `state_dict(step)` returns. Raises JobError when these fail, and for what JSON does not hold.
     """
     batch: Any = job.batch
     found: dict[str, Any] = {}
     if hasattr(batch, "fingerprint"):
-        found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
-        if callable(getattr(batch, "state_dict", None)):
+        with user_code("Job.batch.fingerprint()", JobError):
+            found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
+    if callable(getattr(batch, "state_dict", None)):
+        with user_code(f"Job.batch.state_dict({step})", JobError):
             found["state"] = batch.state_dict(step)
     try:
-        return dict(json.loads(json.dumps(found)))
+        return dict(json.loads(json.dumps(found, allow_nan=False)))
     except (TypeError, ValueError) as e:
         raise JobError(
             f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its fingerprint and "

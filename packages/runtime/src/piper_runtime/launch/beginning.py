@@ -9,6 +9,7 @@ from pathlib import Path
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
+from piper_ir.tools import user_code
 from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.restoring import unheld_tensors
@@ -55,7 +56,8 @@ def beginning_of(
         check_resumable(saved, plan, job)
         check_settings(saved, plan, job)
         if "state" in saved.meta.data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
-            go_on(saved.meta.data["state"])
+            with user_code("Job.batch.load_state_dict(state)", JobError):
+                go_on(saved.meta.data["state"])
     step = saved.meta.step if saved is not None else first_step or 0
     if checkpoint is not None:
         prepare_folder(checkpoint, step, first=is_first())
