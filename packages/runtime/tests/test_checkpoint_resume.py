@@ -324,6 +324,39 @@ def test_another_training_is_named(changed: dict[str, Any], says: str, tmp_path:
         run(plan, job, resume=tmp_path / "step-00000002")
 
 
+def test_settings_for_which_an_optimizer_keeps_more_are_named(tmp_path: Path) -> None:
+    """Also where it runs on parameters one by one, and would miss a tensor in its next step."""
+    plan, job = chain(optimizer=of_torch("RMSprop"))
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    plan, job = chain(optimizer=lambda named: torch.optim.RMSprop([p for _, p in named], lr=0.01, centered=True))
+    with pytest.raises(
+        JobError, match="the optimizer kept square_avg, step, with this job's settings it keeps grad_avg, square_avg"
+    ):
+        run(plan, job, resume=tmp_path / "step-00000002")
+
+
+def swapped(named: Named) -> torch.optim.Optimizer:
+    """The same groups as `adamw`, with the other parameters."""
+    optimizer = adamw(named)
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    return optimizer
+
+
+def in_one(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("other", "says"), [(swapped, "group 1, with parameter"), (in_one, "group 0, with parameter 'head'")])
+def test_parameters_of_other_groups_are_a_warning(other: Any, says: str, tmp_path: Path) -> None:
+    plan, job = chain(optimizer=adamw)
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    plan, job = chain(optimizer=other)
+    with pytest.warns(PiperWarning) as said:
+        run(plan, job, steps=1, resume=tmp_path / "step-00000002")
+    assert any(says in str(w.message) for w in said)
+
+
 class Unnamed:
     """A batch function that says where it goes on."""
 
@@ -392,7 +425,7 @@ def test_a_method_of_the_data_that_fails_is_named(method: str, tmp_path: Path) -
 
 def test_data_that_json_does_not_hold_are_named(tmp_path: Path) -> None:
     plan, job = chain(batch=Data(float("nan")))  # type: ignore[arg-type]
-    with pytest.raises(JobError, match="cannot be saved.*give texts, numbers"):
+    with pytest.raises(JobError, match=r"cannot be saved.*give texts, numbers"):
         run(plan, job, steps=1, checkpoint=Checkpoints(tmp_path))
 
 

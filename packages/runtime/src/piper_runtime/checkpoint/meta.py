@@ -26,6 +26,7 @@ class CheckpointMeta:
         global_batch: rows of a step; None as for `seed`.
         optimizer: the class name of the optimizer; empty where there is no optimizer state.
         groups: the settings of the optimizer's groups, as the schedule has left them.
+        group_of: the index of the group of each trained parameter.
         schedule: the class name of the learning-rate schedule; None without one.
         schedule_state: the schedule's state, as far as JSON holds it.
         counters: the steps that the optimizer has counted, by parameter.
@@ -57,6 +58,7 @@ class CheckpointMeta:
     plan_key: str = ""
     strategy: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def data_of(job: Job, step: int) -> dict[str, Any]:
@@ -107,6 +109,7 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
         0, job.seed, job.global_batch, trained=tuple(p.name for p in plan.params if p.trained),
         tied={other: p.name for p in plan.params for other in p.tied}, data=data_of(job, 0), program_key=plan.program_key,
         plan_key=plan.key, strategy=strategy, versions=versions(),
+        group_of={name: b.group for b in plan.buckets for name in b.params},
     )  # fmt: skip
 
 

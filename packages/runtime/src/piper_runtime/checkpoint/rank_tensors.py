@@ -6,7 +6,7 @@ state is "optim.state.NAME.KEY" for each parameter, as in the checkpoints of tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -39,6 +39,15 @@ def key_path(key: str) -> tuple[str, ...]:
         name, _, last = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
         return (*OPTIMIZER.split("."), name, last)
     return MODEL, key.removeprefix(f"{MODEL}.")
+
+
+def kept_keys(keys: Collection[str]) -> dict[str, set[str]]:
+    """Return by parameter the keys under which a checkpoint holds what the optimizer keeps of it."""
+    out: dict[str, set[str]] = {}
+    for path in map(key_path, keys):
+        if path[0] != MODEL:
+            out.setdefault(path[-2], set()).add(path[-1])
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from piper_runtime.checkpoint.rank_tensors import (
     MODEL,
     FlatState,
     NamedRange,
+    kept_keys,
     key_path,
     left_out,
     model_key,
@@ -121,7 +122,7 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
     """
     with torch.no_grad():
         if not saved.weights_only:
-            kept = _kept([*saved.tensors, *saved.numbers])
+            kept = kept_keys([*saved.tensors, *saved.numbers])
             for bucket in rank.store.buckets:
                 _make_states(rank, bucket, saved, kept)
             _restore_groups(rank, saved)
@@ -162,8 +163,6 @@ def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[
         group = rank.optimizer.groups[bucket.group]
         for name in names:
             found = kept.get(name, set())
-            if rank.optimizer.flat:
-                _check_keys(name, found, {*state, *(["momentum_buffer"] if group.get("momentum") else [])}, saved)
             for key in found - state.keys():
                 whole = optimizer_key(name, key)
                 if whole in saved.numbers:
@@ -172,27 +171,6 @@ def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[
                     state[key] = torch.zeros_like(tensor)
                 else:
                     state[key] = _zeros(saved.tensors[whole], tensor, key, group)
-
-
-def _kept(keys: Collection[str]) -> dict[str, set[str]]:
-    """Return by parameter the keys under which a checkpoint holds what the optimizer keeps of it."""
-    out: dict[str, set[str]] = {}
-    for path in map(key_path, keys):
-        if path[0] != MODEL:
-            out.setdefault(path[-2], set()).add(path[-1])
-    return out
-
-
-def _check_keys(name: str, found: set[str], needed: set[str], saved: Restore) -> None:
-    if found != needed:
-        raise JobError(
-            f"{saved.folder}: of parameter {name} the optimizer kept {_listed(found)}, with this job's settings it keeps "
-            f"{_listed(needed)}; use the settings of then (momentum, amsgrad)"
-        )
-
-
-def _listed(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) or "nothing"
 
 
 def _zeros(saved: SavedTensor, parameter: torch.Tensor, key: str, group: Mapping[str, Any]) -> torch.Tensor:

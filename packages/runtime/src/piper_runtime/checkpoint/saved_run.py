@@ -16,10 +16,24 @@ from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
 from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
-from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key, plain_settings, saved_dtypes
+from piper_runtime.checkpoint.rank_tensors import (
+    OPTIMIZER,
+    group_settings,
+    kept_keys,
+    model_key,
+    plain_settings,
+    saved_dtypes,
+)
 from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
 from piper_runtime.rank.job import Job
-from piper_runtime.rank.optimizer import advance, call_optimizer, call_scheduler, meta_parameters, optimizer_spec
+from piper_runtime.rank.optimizer import (
+    advance,
+    call_optimizer,
+    call_scheduler,
+    meta_parameters,
+    optimizer_spec,
+    state_keys,
+)
 
 MOST_BYTES = 1 << 30
 """The largest metadata that is read: that of a checkpoint with millions of tensors."""
@@ -148,6 +162,20 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
     for name in sorted(trained ^ before):
         then, now = ("frozen", "trained") if name in trained else ("trained", "frozen")
         yield f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or {WEIGHTS_FROM}"
+    if spec.separable:
+        yield from _other_keys(saved, state_keys(job, plan.params))
+
+
+def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield where the job's optimizer keeps other tensors of a parameter than the checkpoint has."""
+    found = kept_keys([*saved.tensors, *saved.meta.numbers])
+    for name, keys in needed.items():
+        if found.get(name, set()) != keys:
+            then, now = (", ".join(sorted(kept)) or "nothing" for kept in (found.get(name, set()), keys))
+            yield (
+                f"was made when the optimizer kept {then}, with this job's settings it keeps {now} of parameter {name!r}; use "
+                "the settings of then (momentum, amsgrad, centered, ...)"
+            )
 
 
 def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
@@ -189,10 +217,22 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
         advance(made, saved.meta.step)
         schedule = plain_settings(made.state_dict())
     _compare("schedule", schedule, saved.meta.schedule_state, saved)
-    settings = group_settings(optimizer.param_groups)
-    if len(settings) == len(saved.meta.groups):
-        for index, (now, then) in enumerate(zip(settings, saved.meta.groups, strict=True)):
-            _compare(f"group {index}", now, then, saved)
+    settings, then = group_settings(optimizer.param_groups), saved.meta.groups
+    for name, index, before in _groups(saved, plan):
+        what = f"group {index}" + (f", with parameter {name!r} of group {before} then," if index != before else "")
+        if index < len(settings) and 0 <= before < len(then):
+            _compare(what, settings[index], then[before], saved)
+
+
+def _groups(saved: SavedRun, plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Yield each pair of groups, now and in the checkpoint, that have a parameter in common, with the first such one."""
+    seen: set[tuple[int, int]] = set()
+    for bucket in plan.buckets:
+        for name in bucket.params:
+            pair = bucket.group, saved.meta.group_of.get(name, bucket.group)
+            if pair not in seen:
+                seen.add(pair)
+                yield name, *pair
 
 
 def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: SavedRun) -> None:
