@@ -201,6 +201,21 @@ def test_a_killed_rank_leaves_checkpoints_that_another_strategy_goes_on_from(tmp
     assert found.losses == pytest.approx(whole.losses[done[-1] :], rel=1e-12)
 
 
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    plan, job = chain()
+    saved = Checkpoints(tmp_path, every=1, asynchronous=False)
+
+    def another(record: StepRecord) -> None:
+        with pytest.raises(JobError, match=r"another run is writing its checkpoints to .*give each run a folder of its own"):
+            run(plan, job, steps=1, checkpoint=saved, resume="latest" if record.step else None)
+        tried.append(record.step)
+
+    tried: list[int] = []
+    run(plan, job, steps=2, checkpoint=saved, on_step=another)
+    assert tried == [0, 1] and list(complete_checkpoints(tmp_path)) == [1, 2]
+    assert run(plan, job, steps=1, checkpoint=saved, resume="latest").first_step == 2, "it is free again"
+
+
 def test_a_killed_runs_rests_are_cleared_up(tmp_path: Path) -> None:
     plan, job = chain(pp=1, microbatches=1)
     (tmp_path / "step-00000007.partial").mkdir(parents=True)

@@ -15,6 +15,7 @@ from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.restoring import unheld_tensors
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
 from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, prepare_folder
+from piper_runtime.checkpoint.sole_writer import sole_writer
 from piper_runtime.launch.torchrun import is_first
 from piper_runtime.rank.job import InitialState, Job, constructed_only, materialize
 
@@ -81,13 +82,15 @@ def committing(
 ) -> Iterator[Callable[[SaveDone], None] | None]:
     """Yield the function that completes checkpoints as ranks report their shares; drop incomplete ones at the end.
 
-    It is None without checkpoints, and in the processes of torchrun but the first.
+    It is None without checkpoints, and in the processes of torchrun but the first. Raises JobError while another run
+    writes to their folder.
     """
     if checkpoint is None or not is_first():
         yield None
         return
-    commits = CheckpointCommits(checkpoint, plan, job, initial)
-    try:
-        yield commits.add
-    finally:
-        commits.close()
+    with sole_writer(checkpoint.path):
+        commits = CheckpointCommits(checkpoint, plan, job, initial)
+        try:
+            yield commits.add
+        finally:
+            commits.close()
