@@ -268,6 +268,7 @@ def test_a_truncated_or_missing_file_is_named(name: str, copied: Path) -> None:
         (META, b"{", "not JSON"),
         (META, b"\xff\xfe", "is no text"),
         (META, b'{"format": "piper-checkpoint", "version": 1, "step": "two"}', "step: an integer is expected"),
+        (META, b'{"format": "piper-checkpoint", "version": 1, "step": -2}', "step -2 is before the first one"),
         (META, b'{"format": "piper-checkpoint", "version": 9, "step": 2}', "this Piper reads version 1"),
         (META, b'{"format": "piper-checkpoint", "version": 1, "step": 2, "extra": 2}', "extra"),
         (MARKER, b"[]", "a JSON object is expected"),

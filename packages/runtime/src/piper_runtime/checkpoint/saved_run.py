@@ -63,6 +63,8 @@ def open_checkpoint(path: Path) -> SavedRun:
         raise JobError(f"{path}: there is no such folder; give the path of a checkpoint")
     sizes = _files(path)
     meta = loads(CheckpointMeta, _text(path / META), str(path / META))
+    if meta.step < 0:
+        raise FormatError(f"{path / META}: step {meta.step} is before the first one; take another checkpoint")
     tensors = read_metadata(_bytes(path / DCP_METADATA), str(path / DCP_METADATA))
     for key, tensor in tensors.items():
         if problem := _unreadable(tensor, sizes):
