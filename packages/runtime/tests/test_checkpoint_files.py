@@ -24,15 +24,14 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
 from piper_ir.errors import FormatError, JobError, PiperError
 from piper_runtime import Checkpoints, Run
-from piper_runtime.checkpoint.boxes import boxes_of_range
 from piper_runtime.checkpoint.commits import complete
-from piper_runtime.checkpoint.dcp_metadata import read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta
 from piper_runtime.checkpoint.rank_file import rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Portion, left_out, saved_portion
-from piper_runtime.checkpoint.restoring import read_range
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
+from piper_runtime.checkpoint.settings import MARKER, META
+from piper_runtime.weights.boxes import boxes_of_range
+from piper_runtime.weights.dcp_tensors import DCP_METADATA, read_metadata, read_range
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
 

@@ -439,7 +439,9 @@ def test_a_method_of_the_data_that_fails_is_named(method: str, tmp_path: Path) -
 
 
 def test_data_that_json_does_not_hold_are_named(tmp_path: Path) -> None:
-    plan, job = chain(batch=Data(float("nan")))  # type: ignore[arg-type]
+    data: Any = Data("a")
+    data.name = float("nan")
+    plan, job = chain(batch=data)
     with pytest.raises(JobError, match=r"cannot be saved.*give texts, numbers"):
         run(plan, job, steps=1, checkpoint=Checkpoints(tmp_path))
 

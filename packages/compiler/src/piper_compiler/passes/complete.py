@@ -54,7 +54,7 @@ def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> in
 
 
 def _updated(edit: Editor, bucket: Bucket, training: Training) -> int:
-    """Return the elements that a rank updates: of the bucket, or of each parameter where these are updated one by one."""
+    """Return the elements that a rank updates: of a bucket, or of its parameters where these go one by one."""
     if training.whole:
         sizes = {p.name: bind(p.spec.numel, 0) for p in edit.graph.program.params}
         return sum(sizes[name] for name in bucket.params)

@@ -17,13 +17,12 @@ from typing import Any
 from piper_ir.codec import dumps
 from piper_ir.errors import ExecutionError, PiperError, PiperWarning
 from piper_ir.plan import Plan
-from piper_runtime.checkpoint.dcp_metadata import DCP_HOME, metadata_bytes
+from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
 from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
-from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone, rank_file, write_boxes
+from piper_runtime.checkpoint.rank_file import SaveDone, rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, left_out, model_key
 from piper_runtime.checkpoint.saved_run import MARKER_FORMAT, MARKER_VERSION
 from piper_runtime.checkpoint.settings import (
-    DCP_METADATA,
     MARKER,
     META,
     Checkpoints,
@@ -33,6 +32,7 @@ from piper_runtime.checkpoint.settings import (
     step_folder,
 )
 from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.weights.dcp_tensors import DCP_HOME, DCP_METADATA, SavedBox
 
 
 class CheckpointCommits:

@@ -11,37 +11,11 @@ from typing import Any
 import torch
 
 from piper_ops import dtype_name
-from piper_runtime.checkpoint.boxes import Box, boxes_of_range, whole
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Number
+from piper_runtime.weights.boxes import Box, boxes_of_range, whole
+from piper_runtime.weights.dcp_tensors import SavedBox
 
 SUFFIX = ".distcp"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedBox:
-    """Say where a checkpoint holds a box of a tensor.
-
-    Attributes:
-        key: the tensor's name in the checkpoint.
-        shape: the shape of the whole tensor.
-        file: the name of the file in the checkpoint's folder.
-        at: where the box begins in the file, in bytes.
-        nbytes: how long it is there.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    at: int
-    nbytes: int
-
-    @property
-    def box(self) -> Box:
-        """Return the box."""
-        return Box(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -14,9 +12,6 @@ import torch
 
 from piper_ir.errors import FormatError, JobError
 from piper_ir.plan import Bucket, Plan
-from piper_runtime.checkpoint.boxes import boxes_of_range
-from piper_runtime.checkpoint.dcp_metadata import SavedTensor
-from piper_runtime.checkpoint.rank_file import SavedBox
 from piper_runtime.checkpoint.rank_tensors import (
     MODEL,
     FlatState,
@@ -32,6 +27,7 @@ from piper_runtime.checkpoint.rank_tensors import (
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.rank.optimizer import SEPARABLE
 from piper_runtime.rank.rank_state import RankState
+from piper_runtime.weights.dcp_tensors import SavedTensor, read_range
 
 
 @dataclass(frozen=True)
@@ -65,39 +61,6 @@ def _name(key: str) -> str:
     """Return the parameter or buffer to which a name in a checkpoint belongs."""
     path = key_path(key)
     return path[-1] if path[0] == MODEL else path[-2]
-
-
-def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> torch.Tensor:
-    """Return elements of a saved tensor as a flat one on the CPU; raise FormatError when they cannot be read."""
-    out = torch.empty(numel, dtype=getattr(torch, saved.dtype))
-    at = 0
-    for box in boxes_of_range(saved.shape, start, start + numel):
-        target, missing = out[at : at + box.numel].view(box.sizes), box.numel
-        for piece in saved.boxes:
-            common = box.overlap(piece.box)
-            if common is not None:
-                target[common.within(box)] = _load(folder, piece)[common.within(piece.box)]
-                missing -= common.numel
-        if missing:
-            raise FormatError(f"{folder}: {missing} elements are missing; take another checkpoint")
-        at += box.numel
-    return out
-
-
-def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
-    """Return a box as it lies in a file, which is read by `weights_only`."""
-    path = folder / piece.file
-    try:
-        with path.open("rb") as file:
-            file.seek(piece.at)
-            found = torch.load(io.BytesIO(file.read(piece.nbytes)), map_location="cpu", weights_only=True)
-    except OSError as e:
-        raise JobError(f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint") from None
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as e:
-        raise FormatError(f"{path} does not hold {piece.key} as it was written ({str(e).splitlines()[0]:.200})") from None
-    if not isinstance(found, torch.Tensor) or found.dtype != getattr(torch, piece.dtype) or tuple(found.shape) != piece.sizes:
-        raise FormatError(f"{path} does not hold {piece.key} as the metadata says; take another checkpoint")
-    return found
 
 
 def unheld_tensors(saved: SavedRun, plan: Plan) -> dict[str, torch.Tensor]:

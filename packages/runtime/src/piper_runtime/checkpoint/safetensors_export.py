@@ -1,4 +1,4 @@
-"""Write safetensors files, a tensor at a time; `piper_runtime.weights.safetensors_file` says what they are and reads them."""
+"""Write safetensors files, a tensor at a time; `piper_runtime.weights.safetensors_file` reads them."""
 
 from __future__ import annotations
 

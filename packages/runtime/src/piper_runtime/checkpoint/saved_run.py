@@ -14,7 +14,6 @@ from piper_ir.codec import loads, read_document
 from piper_ir.errors import FormatError, JobError, PiperWarning
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
-from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
 from piper_runtime.checkpoint.rank_tensors import (
     OPTIMIZER,
@@ -24,7 +23,7 @@ from piper_runtime.checkpoint.rank_tensors import (
     plain_settings,
     saved_dtypes,
 )
-from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
+from piper_runtime.checkpoint.settings import MARKER, META
 from piper_runtime.rank.job import Job
 from piper_runtime.rank.optimizer import (
     advance,
@@ -34,9 +33,8 @@ from piper_runtime.rank.optimizer import (
     optimizer_spec,
     state_keys,
 )
+from piper_runtime.weights.dcp_tensors import DCP_METADATA, MOST_BYTES, SavedTensor, read_metadata, unreadable
 
-MOST_BYTES = 1 << 30
-"""The largest metadata that is read: that of a checkpoint with millions of tensors."""
 MARKER_FORMAT, MARKER_VERSION = "piper-checkpoint-files", 1
 
 
@@ -67,7 +65,7 @@ def open_checkpoint(path: Path) -> SavedRun:
         raise FormatError(f"{path / META}: step {meta.step} is before the first one; take another checkpoint")
     tensors = read_metadata(_bytes(path / DCP_METADATA), str(path / DCP_METADATA))
     for key, tensor in tensors.items():
-        if problem := _unreadable(tensor, sizes):
+        if problem := unreadable(tensor, sizes):
             raise FormatError(f"{path}: the metadata {problem} for {key}; take another checkpoint")
     return SavedRun(path, meta, tensors)
 
@@ -94,19 +92,6 @@ def _files(path: Path) -> dict[str, int]:
 
 def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
-
-
-def _unreadable(tensor: SavedTensor, sizes: Mapping[str, int]) -> str:
-    """Return what is wrong with where a tensor lies; an empty text when nothing is."""
-    elements = 0
-    for saved in tensor.boxes:
-        if saved.file not in sizes or saved.at < 0 or saved.nbytes < 0 or saved.at + saved.nbytes > sizes[saved.file]:
-            return f"names bytes that no file of the checkpoint has ({saved.file!r:.80})"
-        elements += saved.box.numel
-    wanted = 1
-    for n in tensor.shape:
-        wanted *= n
-    return "" if elements == wanted else f"has {elements} of {wanted} elements"
 
 
 def _bytes(path: Path) -> bytes:
@@ -144,7 +129,7 @@ def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
         )
 
 
-WEIGHTS_FROM = "to start another training from its weights, `piper checkpoint convert` it and give Job(init=...)"
+WEIGHTS_FROM = "to start another training from its weights, give its folder as Job(init=...)"
 
 
 def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
@@ -227,7 +212,7 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
 
 
 def _groups(saved: SavedRun, plan: Plan) -> Iterator[tuple[str, int, int]]:
-    """Yield each pair of groups, now and in the checkpoint, that have a parameter in common, with the first such one."""
+    """Yield each pair of groups, now and in the checkpoint, that have a parameter in common, with the first one."""
     seen: set[tuple[int, int]] = set()
     for bucket in plan.buckets:
         for name in bucket.params:

@@ -14,7 +14,6 @@ from piper_runtime.checkpoint.sole_writer import sole_writer
 MARKER = "complete.json"
 """The file that is written last: only a folder that has it is a checkpoint. It holds the sizes of all other files."""
 META = "run.json"
-DCP_METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 

@@ -57,7 +57,7 @@ class Job:
         clip_norm: largest global 2-norm of the gradient.
         init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
             made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
-            Face, or a file that torch.save wrote of a state_dict.
+            Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -287,8 +287,9 @@ def _lazy_state(job: Job) -> InitialState:
     model, recording = record(job.model, job.seed, asked, _first_tensors)
     tensors, precision = _first_tensors(model), job.precision
     forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, precision.dtype, precision.compute_dtype)) for n, t in tensors.items()}
-    with _named(asked):
-        files = {} if job.init == "seeded" else matched(stored, forms, *_saved_names(model))
+    names, aliases = _saved_names(model)
+    with _named(asked):  # checkpoints of Piper's have tensors beyond those of a state_dict, too
+        files = {} if job.init == "seeded" else matched(stored, forms, [*names, *(forms.keys() & stored)], aliases)
     trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}
     others = {n: form for n, form in forms.items() if n not in trained}
     return InitialState(LazyTensors(trained, recording, files), LazyTensors(others, recording, files), model)
