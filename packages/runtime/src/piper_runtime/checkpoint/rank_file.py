@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
     if not any(ranges for _, ranges in contents):
         return [], 0
     out: list[SavedBox] = []
-    with path.open("wb") as file:
+    with path.open("wb") as file, _checksums():
         for flat, ranges in contents:
             for found in ranges:
                 for box, part in _parts(flat, found):
@@ -77,6 +78,17 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
         os.fsync(file.fileno())
         size = file.tell()
     return out, size
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let torch.save write checksums, by which a changed file is noticed when it is read, whatever the user has chosen."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _parts(flat: torch.Tensor, found: NamedRange) -> Iterator[tuple[Box, torch.Tensor]]:
