@@ -23,7 +23,7 @@ from tests.safetensors_writer import write_safetensors
 
 
 class Odd(nn.Module):
-    """A frozen weight, a parameter and a buffer that nothing uses, and a buffer that the model reads."""
+    """A frozen weight, a parameter without elements, one and a buffer that nothing uses, and a buffer that the model reads."""
 
     factor: Tensor
 
@@ -32,13 +32,14 @@ class Odd(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.layers[1].weight.requires_grad_(False)
         self.spare = nn.Parameter(torch.randn(3))
+        self.empty = nn.Parameter(torch.empty(0, 3))
         self.register_buffer("unread", torch.randn(4))
         self.register_buffer("factor", torch.ones(6), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer(x).tanh() * self.factor.to(x.dtype)
-        return x
+        return x + self.empty.sum()
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:

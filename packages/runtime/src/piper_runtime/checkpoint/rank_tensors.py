@@ -173,8 +173,10 @@ def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple
     for name, offset in zip(bucket.params, bucket.offsets, strict=True):
         shape = rank.place_of[name].size
         begin, end = max(offset, first), min(offset + prod(shape), first + size)
-        if begin < end or not prod(shape):
+        if begin < end:
             out.append(NamedRange(key(name), shape, begin - offset, begin - first, end - begin))
+        elif not prod(shape) and not first:
+            out.append(NamedRange(key(name), shape, 0, 0, 0))
     return tuple(out)
 
 
