@@ -82,7 +82,7 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Let torch.save write checksums, by which a changed file is noticed when it is read, whatever the user has chosen."""
+    """Let torch.save write checksums, by which a changed file is noticed when it is read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
