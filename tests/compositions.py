@@ -70,6 +70,7 @@ OPTIMIZERS: Mapping[str, Maker] = {"sgd": sgd, "adam": adam, "adamw": adamw, "rm
 MIXED = {
     "mixed": Precision(params="float64", compute="float32"),
     "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
+    "narrow sums": Precision(params="float64", compute="float32", reduce="float32"),
 }
 """Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where they
 can be compared."""

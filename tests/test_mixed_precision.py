@@ -73,6 +73,15 @@ def test_memory_is_as_planned(c: Composition) -> None:
     assert not found, "\n".join([repr(c), *found[:6]])
 
 
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
+def test_gradients_that_are_cast_for_the_update_are_in_the_plan(optimizer: str) -> None:
+    """Those of an optimizer that goes from parameter to parameter are as large as these, without the room between them."""
+    c = Composition("gpt_untied", microbatches=2, optimizer=optimizer, bucket_mb=0.002, precision="narrow sums")
+    plan = compositions.compiled(c).plan
+    found = lies(plan, dict(compositions.run(c, plan, steps=2, gradients=False, memory=True).memory))
+    assert not found, "\n".join(found[:6])
+
+
 def test_in_processes(pool: Pool) -> None:
     c = mixed(replace(CASES[0], optimizer="sgd"))
     plan = compositions.compiled(c).plan

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import piper
 from piper.api import capturing
@@ -18,13 +19,14 @@ from piper_compiler import Strategy, order, partition, place, policies_of, recip
 from piper_compiler.capture import POLICIES as KINDS
 from piper_compiler.capture import phases
 from piper_compiler.directives.recompute import POLICIES as NAMED
+from piper_compiler.directives.recompute import Recompute
 from piper_compiler.interchange.of_plan import rows_of_plan
 from piper_ir import memory
-from piper_ir.errors import DirectiveError, FormatError
+from piper_ir.errors import DirectiveError, FormatError, PlanError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
 from piper_ir.select import where
-from piper_ir.verify import check
+from piper_ir.verify import check, verify
 from piper_runtime import Run
 from piper_runtime.launch.run import execute
 from piper_runtime.rank import parts
@@ -34,6 +36,7 @@ from tests.parity import RunOutcome
 from tests.test_memory_truth import lies
 
 POLICIES = ("inputs", "attention", "products", ("addmm", "native_dropout"))
+FLOAT64 = piper.Precision(params="float64")
 PIPELINES: dict[str, Any] = {
     "gpipe": lambda: recipes.gpipe(pp=2, microbatches=4),
     "1f1b": lambda: recipes.one_f_one_b(pp=2, microbatches=4),
@@ -49,7 +52,7 @@ def dropout_job() -> piper.Job:
     case = models.CASES["gpt_dropout"]
     model = functools.partial(models.TinyGPT, layers=4, tied=False, dropout=0.2)
     sgd = compositions.OPTIMIZERS["sgd"]
-    return piper.Job(model, case.batch, case.loss, sgd, global_batch=8, precision=piper.Precision(params="float64"))
+    return piper.Job(model, case.batch, case.loss, sgd, global_batch=8, precision=FLOAT64)
 
 
 def trained(made: Compiled, **options: Any) -> Run:
@@ -262,6 +265,50 @@ def test_a_changed_buffer_is_refused_by_name() -> None:
     c = Composition("buffers", 1, 1, 2)
     with pytest.raises(DirectiveError, match=r"reads buffer 'mean', which the model changes .* \[recompute condition 5\]"):
         piper.compile(job_of(c), Strategy(Mesh(), (split(where(), microbatches=2), piper.recompute(where()))))
+
+
+class Counting(nn.Module):
+    """A layer whose output moves by a buffer that changes in every forward."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(models.D, models.D)
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return torch.tanh(torch.tanh(self.inner(x))) + self.seen
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Counting(), nn.Sequential(nn.Linear(models.D, models.D), nn.Tanh(), nn.Tanh())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_changed_buffer_is_refused_in_a_group_whose_outputs_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward does not need the buffer, and the output that a group makes again does."""
+    case = models.CASES["skip"]
+    job = piper.Job(Counted, case.batch, case.loss, compositions.OPTIMIZERS["sgd"], global_batch=4, precision=FLOAT64)
+
+    def made(*directives: Any) -> Compiled:
+        return piper.compile(job, Strategy(Mesh(), (split(where(), microbatches=2), *directives)))
+
+    judged(made(piper.recompute(where())), trained(made()))
+    with pytest.raises(
+        DirectiveError, match=r"reads buffer 'layers.0.seen', which the model changes .* \[recompute condition 5\]"
+    ):
+        made(piper.recompute(where(), group=2))
+    monkeypatch.setattr(Recompute, "_check_buffers", lambda *_: None)
+    with pytest.raises(PlanError, match=r"R33-recompute: chunk .* R reads buffer layers.0.seen, which is changed while it waits"):
+        verify(made(piper.recompute(where(), group=2)).plan)
 
 
 def test_the_named_policies_are_those_of_the_cut() -> None:

@@ -115,6 +115,22 @@ def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, count: list[int]
     assert total == sum(t.nbytes for t in state.values()) + state["embed.weight"].nbytes  # the tied one is on both
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ranks_that_share_states_read_their_parts(zero: int, tmp_path: Path, count: list[int]) -> None:
+    """Together they read each parameter once; the parts of others come with the gather of a step."""
+    state = {n: t.double() for n, t in state_of("gpt").items()}
+    job = seeded_job("gpt", init=write_folder(tmp_path / "folder", state))
+    plan = piper.compile(job, piper.Strategy(piper.Mesh(dp=4), piper.recipes.data_parallel(zero=zero))).plan
+    params = materialize(job).params
+    read = []
+    for rank in range(4):
+        count.clear()
+        store = Store(plan, rank, params, {})
+        assert all(store.own_masters[b.id].numel() * 4 == b.numel for b in plan.buckets)
+        read.append(sum(count))
+    assert sum(read) == sum(t.nbytes for t in state.values()) and max(read) <= 1.05 * sum(read) / 4
+
+
 def test_a_shard_reads_its_range_of_each_parameter(tmp_path: Path, count: list[int]) -> None:
     torch.manual_seed(3)
     state = {"weight": torch.randn(64, 48), "bias": torch.randn(64)}

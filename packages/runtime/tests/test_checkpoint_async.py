@@ -18,12 +18,12 @@ from piper_runtime.checkpoint.host_copies import HostCopies
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.rank_tensors import FlatState
-from piper_runtime.checkpoint.restoring import read_range
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch.inline_run import rank_job
 from piper_runtime.rank.job import materialize
 from piper_runtime.rank.rank import Rank
+from piper_runtime.weights.dcp_tensors import read_range
 
 WRITE = rank_saver.write_boxes
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_runtime.checkpoint.boxes import Box, boxes_of_range, whole
+from piper_runtime.weights.boxes import Box, boxes_of_range, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -10,7 +10,9 @@ import shutil
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,15 +26,14 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
 from piper_ir.errors import FormatError, JobError, PiperError
 from piper_runtime import Checkpoints, Run
-from piper_runtime.checkpoint.boxes import boxes_of_range
 from piper_runtime.checkpoint.commits import complete
-from piper_runtime.checkpoint.dcp_metadata import read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta
 from piper_runtime.checkpoint.rank_file import rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Portion, left_out, saved_portion
-from piper_runtime.checkpoint.restoring import read_range
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
+from piper_runtime.checkpoint.settings import MARKER, META
+from piper_runtime.weights.boxes import boxes_of_range
+from piper_runtime.weights.dcp_tensors import DCP_METADATA, read_metadata, read_range
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
 
@@ -268,6 +269,7 @@ def test_a_truncated_or_missing_file_is_named(name: str, copied: Path) -> None:
         (META, b"{", "not JSON"),
         (META, b"\xff\xfe", "is no text"),
         (META, b'{"format": "piper-checkpoint", "version": 1, "step": "two"}', "step: an integer is expected"),
+        (META, b'{"format": "piper-checkpoint", "version": 1, "step": -2}', "step -2 is before the first one"),
         (META, b'{"format": "piper-checkpoint", "version": 9, "step": 2}', "this Piper reads version 1"),
         (META, b'{"format": "piper-checkpoint", "version": 1, "step": 2, "extra": 2}', "extra"),
         (MARKER, b"[]", "a JSON object is expected"),
@@ -300,6 +302,28 @@ def test_a_file_of_tensors_that_is_a_pickle_of_something_else_runs_nothing(copie
     with pytest.raises(FormatError, match=r"does not hold model.head as it was written"):
         resume(copied)
     assert not Path("piper-was-here").exists()
+
+
+def test_a_changed_byte_of_a_tensor_is_an_error_of_ours_or_changes_nothing(copied: Path) -> None:
+    """torch.load reads over a changed number without a word."""
+
+    def tensors() -> dict[str, torch.Tensor]:
+        opened = open_checkpoint(copied)
+        return {key: read_range(copied, t, 0, prod(t.shape)) for key, t in opened.tensors.items() if "model" in key}
+
+    generator, files, good, refused = Random(4), sorted(copied.glob("*.distcp")), tensors(), 0
+    for _ in range(80):
+        path = generator.choice(files)
+        content = path.read_bytes()
+        at = generator.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << generator.randrange(8)]) + content[at + 1 :])
+        try:
+            assert all(torch.equal(t, good[key]) for key, t in tensors().items())
+        except FormatError as e:
+            assert "as it was written" in str(e) or "as the metadata says" in str(e)
+            refused += 1
+        path.write_bytes(content)
+    assert refused > 5
 
 
 @settings(max_examples=60)

@@ -201,6 +201,21 @@ def test_a_killed_rank_leaves_checkpoints_that_another_strategy_goes_on_from(tmp
     assert found.losses == pytest.approx(whole.losses[done[-1] :], rel=1e-12)
 
 
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    plan, job = chain()
+    saved = Checkpoints(tmp_path, every=1, asynchronous=False)
+
+    def another(record: StepRecord) -> None:
+        with pytest.raises(JobError, match=r"another run is writing its checkpoints to .*give each run a folder of its own"):
+            run(plan, job, steps=1, checkpoint=saved, resume="latest" if record.step else None)
+        tried.append(record.step)
+
+    tried: list[int] = []
+    run(plan, job, steps=2, checkpoint=saved, on_step=another)
+    assert tried == [0, 1] and list(complete_checkpoints(tmp_path)) == [1, 2]
+    assert run(plan, job, steps=1, checkpoint=saved, resume="latest").first_step == 2, "it is free again"
+
+
 def test_a_killed_runs_rests_are_cleared_up(tmp_path: Path) -> None:
     plan, job = chain(pp=1, microbatches=1)
     (tmp_path / "step-00000007.partial").mkdir(parents=True)
@@ -324,16 +339,43 @@ def test_another_training_is_named(changed: dict[str, Any], says: str, tmp_path:
         run(plan, job, resume=tmp_path / "step-00000002")
 
 
-class Data:
-    """A batch function that says what its data are, and where it goes on."""
+def test_settings_for_which_an_optimizer_keeps_more_are_named(tmp_path: Path) -> None:
+    """Also where it runs on parameters one by one, and would miss a tensor in its next step."""
+    plan, job = chain(optimizer=of_torch("RMSprop"))
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    plan, job = chain(optimizer=lambda named: torch.optim.RMSprop([p for _, p in named], lr=0.01, centered=True))
+    with pytest.raises(
+        JobError, match="the optimizer kept square_avg, step, with this job's settings it keeps grad_avg, square_avg"
+    ):
+        run(plan, job, resume=tmp_path / "step-00000002")
 
-    follows_state = ("sizes",)
 
-    def __init__(self, name: str, sizes: int = 1) -> None:
-        self.name, self.sizes, self.goes_on = name, sizes, -1
+def swapped(named: Named) -> torch.optim.Optimizer:
+    """The same groups as `adamw`, with the other parameters."""
+    optimizer = adamw(named)
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    return optimizer
 
-    def fingerprint(self) -> dict[str, Any]:
-        return {"name": self.name, "sizes": self.sizes}
+
+def in_one(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("other", "says"), [(swapped, "group 1, with parameter"), (in_one, "group 0, with parameter 'head'")])
+def test_parameters_of_other_groups_are_a_warning(other: Any, says: str, tmp_path: Path) -> None:
+    plan, job = chain(optimizer=adamw)
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    plan, job = chain(optimizer=other)
+    with pytest.warns(PiperWarning) as said:
+        run(plan, job, steps=1, resume=tmp_path / "step-00000002")
+    assert any(says in str(w.message) for w in said)
+
+
+class Unnamed:
+    """A batch function that says where it goes on."""
+
+    goes_on = -1
 
     def state_dict(self, step: int) -> dict[str, Any]:
         return {"rows": 8 * step}
@@ -343,6 +385,18 @@ class Data:
 
     def __call__(self, step: int, rows: range) -> Any:
         return batch(step, rows)
+
+
+class Data(Unnamed):
+    """One that says what its data are, too."""
+
+    follows_state = ("sizes",)
+
+    def __init__(self, name: str, sizes: int = 1) -> None:
+        self.name, self.sizes = name, sizes
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"name": self.name, "sizes": self.sizes}
 
 
 def test_data_that_say_what_they_are_go_on_and_others_are_named(tmp_path: Path) -> None:
@@ -355,6 +409,41 @@ def test_data_that_say_what_they_are_go_on_and_others_are_named(tmp_path: Path) 
         run(plan, chain(batch=Data("b"))[1], resume=tmp_path / "step-00000002")
     with pytest.raises(JobError, match=r"was made with other data \(.* -> None\)"):
         run(plan, chain()[1], resume=tmp_path / "step-00000002")
+
+
+class Broken(Data):
+    """A batch function one of whose methods fails."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__("a")
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: Any) -> Any:
+        raise ValueError("no such file")
+
+
+def test_a_state_is_kept_without_a_fingerprint(tmp_path: Path) -> None:
+    data = Unnamed()
+    plan, job = chain(batch=data)
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    run(plan, job, steps=1, resume=tmp_path / "step-00000002")
+    assert data.goes_on == 16
+
+
+@pytest.mark.parametrize("method", ["fingerprint", "state_dict", "load_state_dict"])
+def test_a_method_of_the_data_that_fails_is_named(method: str, tmp_path: Path) -> None:
+    plan, job = chain(batch=Data("a"))
+    run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path))
+    with pytest.raises(JobError, match=rf"Job\.batch\.{method}\(.*\) raised ValueError: no such file .*test_checkpoint_resume"):
+        run(plan, chain(batch=Broken(method))[1], steps=1, resume="latest", checkpoint=Checkpoints(tmp_path))
+
+
+def test_data_that_json_does_not_hold_are_named(tmp_path: Path) -> None:
+    data: Any = Data("a")
+    data.name = float("nan")
+    plan, job = chain(batch=data)
+    with pytest.raises(JobError, match=r"cannot be saved.*give texts, numbers"):
+        run(plan, job, steps=1, checkpoint=Checkpoints(tmp_path))
 
 
 def test_another_learning_rate_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

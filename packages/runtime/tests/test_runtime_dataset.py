@@ -165,6 +165,8 @@ class Endless(Dataset[int]):
         (Endless(), {}, "got a Endless without a length"),
         ([], {}, "got a list without samples"),
         (NUMBERS, {"seed": "3"}, "seed='3'.*an integer"),
+        (NUMBERS, {"shuffle": "no"}, "shuffle='no'.*True or False"),
+        (NUMBERS, {"collate": 5}, "collate=5.*a function of a list of samples"),
     ],
 )
 def test_what_is_no_dataset_is_refused(dataset: Any, options: Any, says: str) -> None:

@@ -93,10 +93,12 @@ def fitted(**tensors: Tensor) -> dict[str, PlacedTensor]:
     return matched(given({}, **tensors), LOOKS, ["w", "n"], {"tied": "w"})
 
 
-def test_a_tied_tensor_may_have_any_of_its_names_and_the_first_counts() -> None:
+def test_a_tied_tensor_may_have_any_of_its_names_and_is_one() -> None:
     n = torch.tensor(1)
     assert fitted(tied=T, n=n).keys() == fitted(w=T, n=n).keys() == {"w", "n"}
-    assert torch.equal(fitted(tied=T, w=T + 1, n=n)["w"].whole(), T + 1)
+    assert torch.equal(fitted(tied=T.double(), w=T, n=n)["w"].whole(), T)
+    with pytest.raises(JobError, match=r"'w' is tied to 'tied' in the model, and they differ in the files; untie them"):
+        fitted(tied=T, w=T + 1, n=n)
 
 
 def test_what_is_missing_too_much_of_another_shape_or_kind_is_named() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError
-from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
+from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
 from piper_runtime.launch import torchrun, wire
 from piper_runtime.launch.protocol import Failure
@@ -25,6 +25,7 @@ from piper_runtime.launch.report import RankReport, StepDone
 from piper_runtime.launch.timed_rank import EmulationReport
 from piper_runtime.profile.measure_messages import MessageSample
 from piper_runtime.profile.profiler import ProfileReport
+from piper_runtime.weights.dcp_tensors import SavedBox
 
 STEP = StepDone(3, 0.1, 1 / 3, {"loss": {0: 0.1, 7: -0.0}, "weight": {}}, 0.25)
 MESSAGES: list[Any] = [

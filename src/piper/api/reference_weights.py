@@ -47,10 +47,13 @@ def load_weights(model: nn.Module, job: Any) -> None:
     if not _is_safetensors(path):
         model.load_state_dict(_renamed(torch.load(path, map_location="cpu", weights_only=True), job.rename))
         return
-    files = _shards(path) if path.is_dir() else [path]
-    state = _renamed({name: tensor for file in files for name, tensor in _read(file)}, job.rename)
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    state = _renamed(_tensors(path), job.rename)
+    missing, too_many = model.load_state_dict(state, strict=False)
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    for name in too_many:  # buffers that a state_dict leaves out
+        if name in named:
+            named[name].data.copy_(state[name])
+    unexpected = [name for name in too_many if name not in named]
     loaded = {id(named[name]) for name in state if name in named}
     if unexpected or any(id(named[name]) not in loaded for name in missing):  # a tied tensor is loaded under another name
         raise ValueError(f"the files do not fit the model: {missing} are missing, {unexpected} are too many")
@@ -98,6 +101,25 @@ class _SeededDraws(TorchDispatchMode):
 
 def _is_safetensors(path: Path) -> bool:
     return path.is_dir() or path.suffix == ".safetensors"
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, a folder of Hugging Face, or a distributed checkpoint of torch."""
+    if (path / ".metadata").is_file():
+        return _checkpoint(path)
+    files = _shards(path) if path.is_dir() else [path]
+    return {name: tensor for file in files for name, tensor in _read(file)}
+
+
+def _checkpoint(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a distributed checkpoint, as torch reads them."""
+    import torch.distributed.checkpoint as checkpoints  # takes a second
+
+    found: Mapping[str, Any] = checkpoints.FileSystemReader(folder).read_metadata().state_dict_metadata
+    sizes = {key: entry for key, entry in found.items() if key.startswith("model.")}
+    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in sizes.items()}
+    checkpoints.load(state, checkpoint_id=folder, no_dist=True)
+    return {key.removeprefix("model."): tensor for key, tensor in state.items()}
 
 
 def _shards(folder: Path) -> list[Path]:

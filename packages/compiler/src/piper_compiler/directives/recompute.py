@@ -112,10 +112,10 @@ class Recompute:
         if missing:
             made = "a synthetic program has none" if graph.program.source == "synthetic" else "piper.compile(job, ...) makes it"
             raise fail(self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}")
-        again = [v for c in chunks if _repeats(v := graph.program.chunk(variant_name(c, self.keep)))]
-        if not again:
+        groups = self._groups(graph)
+        if not groups:
             raise fail(self, 6, f"backward needs nothing of {', '.join(chunks[:4])} that F would not keep; leave recompute out")
-        self._check_buffers(graph.program, again)
+        self._check_buffers(graph.program, [self._variant(graph, node, keep) for group in groups for node, keep in group])
 
     def _check_halves(self, graph: Graph, nodes: list[Node]) -> None:
         """Check condition 1."""
@@ -145,13 +145,17 @@ class Recompute:
         if self.keep == KEEP_ALL:
             return graph
         edit = graph.edit()
-        forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
-        for group in grouped([n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group):
+        for group in self._groups(graph):
             again: dict[str, str] = {}
-            for forward in group[:-1]:
-                self._repeat(graph, edit, forward, self.keep + HANDS_ON, again)
-            self._repeat(graph, edit, group[-1], self.keep, again)
+            for forward, keep in group:
+                self._repeat(graph, edit, forward, keep, again)
         return edit.done()
+
+    def _groups(self, graph: Graph) -> list[list[tuple[Node, str]]]:
+        """Return the selected forwards in groups that are made again together, each with its policy."""
+        forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
+        groups = grouped([n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group)
+        return [[*((n, self.keep + HANDS_ON) for n in group[:-1]), (group[-1], self.keep)] for group in groups]
 
     def _variant(self, graph: Graph, node: Node, keep: str) -> Chunk:
         return graph.program.chunk(variant_name(str(node.coords["chunk"]), keep))

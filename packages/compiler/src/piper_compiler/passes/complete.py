@@ -17,7 +17,7 @@ from piper_ir.graph_parts import compute_id, on_role
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
-from piper_ir.sizes import ITEM_BYTES, TensorSpec
+from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 
 EVERYWHERE = "all"
 """The role of a model without any `place`: every rank runs all of it."""
@@ -49,9 +49,16 @@ def complete(graph: Graph, training: Training) -> Graph:
 def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> int:
     """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
     buckets = [edit.buckets[id] for id in held]
-    degree = edit.graph.mesh.degree
-    cast = sum(b.numel // degree(b.shard.optim) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
+    cast = sum(_updated(edit, b, training) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
     return cast + (training.update_bytes if held else 0)
+
+
+def _updated(edit: Editor, bucket: Bucket, training: Training) -> int:
+    """Return the elements that a rank updates: of a bucket, or of its parameters where these go one by one."""
+    if training.whole:
+        sizes = {p.name: bind(p.spec.numel, 0) for p in edit.graph.program.params}
+        return sum(sizes[name] for name in bucket.params)
+    return bucket.numel // edit.graph.mesh.degree(bucket.shard.optim)
 
 
 def _place_rest(graph: Graph) -> Graph:
@@ -254,6 +261,18 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
     return _sum_over_roles(edit, "weight", local, edit.graph.replicated, spec)
 
 
+def _shared_along(edit: Editor) -> tuple[str, ...]:
+    """Return the axes along which ranks share buckets; raise CompileError where they are not the same for all."""
+    along = {b.shard.optim: b for b in edit.buckets.values() if b.shard.optim}
+    if len(along) > 1:
+        some = " and ".join(f"{', '.join(b.params[:1])} along {', '.join(axes)}" for axes, b in list(along.items())[:2])
+        raise CompileError(
+            f"ranks share the states of {some}, and clip_norm needs a norm that is summed along the same axes for all; let "
+            "replicate share along the same axes everywhere, or leave clip_norm out"
+        )
+    return next(iter(along), ())
+
+
 def _gradient_norm(edit: Editor) -> dict[str, str]:
     """Return by role the value with the squared norm of the whole gradient.
 
@@ -262,7 +281,7 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
     """
     wide = any(b.reduce_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
-    over = next((b.shard.optim for b in edit.buckets.values() if b.shard.optim), ())
+    over = _shared_along(edit)
     local = {}
     for role in edit.roles:
         owned = tuple(b.id for b in edit.buckets.values() if b.roles[0] == role)

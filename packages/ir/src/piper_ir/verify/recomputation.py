@@ -55,6 +55,11 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
     for port in variant.steps["R"].reads if "R" in variant.steps else ():
         if not port.startswith(("in", "out")) and port not in forward:
             yield f"R reads {port}, which is neither an input nor kept by F"
+    changed = {o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"}
+    for port in variant.steps["R"].reads if "R" in variant.steps else ():
+        entry = variant.inputs[int(port[2:])] if port.startswith("in") else None
+        if entry is not None and entry.kind == "buffer" and entry.ref in changed:
+            yield f"R reads buffer {entry.ref}, which is changed while it waits"
 
 
 def _computing(plan: Plan) -> Iterator[_Placed]:

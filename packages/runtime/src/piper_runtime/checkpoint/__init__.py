@@ -3,10 +3,9 @@
 May import: rank.
 """
 
-from piper_runtime.checkpoint.boxes import Box, boxes_of_range
 from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.converting import checkpoint_at, convert
-from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
+from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import Restore, restore
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
@@ -17,6 +16,8 @@ from piper_runtime.checkpoint.settings import (
     newest_checkpoint,
     prepare_folder,
 )
+from piper_runtime.weights.boxes import Box, boxes_of_range
+from piper_runtime.weights.dcp_tensors import SavedBox
 
 __all__ = [
     "Box",

@@ -17,13 +17,12 @@ from typing import Any
 from piper_ir.codec import dumps
 from piper_ir.errors import ExecutionError, PiperError, PiperWarning
 from piper_ir.plan import Plan
-from piper_runtime.checkpoint.dcp_metadata import DCP_HOME, metadata_bytes
+from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
 from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
-from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone, rank_file, write_boxes
+from piper_runtime.checkpoint.rank_file import SaveDone, rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, left_out, model_key
 from piper_runtime.checkpoint.saved_run import MARKER_FORMAT, MARKER_VERSION
 from piper_runtime.checkpoint.settings import (
-    DCP_METADATA,
     MARKER,
     META,
     Checkpoints,
@@ -33,6 +32,7 @@ from piper_runtime.checkpoint.settings import (
     step_folder,
 )
 from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.weights.dcp_tensors import DCP_HOME, DCP_METADATA, SavedBox
 
 
 class CheckpointCommits:
@@ -46,7 +46,8 @@ class CheckpointCommits:
         self._about, self._job = about_run(plan, job), job
         self._names = [model_key(n) for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))]
         params, buffers = left_out(plan)
-        self._unheld = {model_key(n): initial.params[n] for n in params} | {model_key(n): initial.buffers[n] for n in buffers}
+        self._unheld = {model_key(n): initial.tensor(initial.params, n) for n in params}
+        self._unheld |= {model_key(n): initial.tensor(initial.buffers, n) for n in buffers}
         self._found: dict[int, dict[int, SaveDone]] = {}
         import_module(DCP_HOME)  # which takes a second, and is not to do so in the middle of a run
 

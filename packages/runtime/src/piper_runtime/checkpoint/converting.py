@@ -18,10 +18,11 @@ from piper_runtime.checkpoint.commits import complete
 from piper_runtime.checkpoint.meta import CheckpointMeta, versions
 from piper_runtime.checkpoint.rank_file import rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import MODEL, NamedRange, key_path, model_key
-from piper_runtime.checkpoint.restoring import read_range
-from piper_runtime.checkpoint.safetensors_io import TEXTS, ToWrite, read_safetensors, write_safetensors
+from piper_runtime.checkpoint.safetensors_export import ToWrite, write_safetensors
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints, partial_folder, step_folder
+from piper_runtime.weights.dcp_tensors import read_range
+from piper_runtime.weights.safetensors_file import read_headers
 
 SUFFIX = ".safetensors"
 TIED = "tied"
@@ -72,8 +73,8 @@ def export_weights(source: Path, target: Path) -> str:
 
 def import_weights(source: Path, target: Path) -> str:
     """Make a checkpoint of step 0 of the tensors of a safetensors file: a run that resumes from it begins with them."""
-    parts, texts = read_safetensors(source)
-    if TEXTS in parts or not parts:
+    parts, texts = read_headers(source)
+    if not parts:
         raise FormatError(f"{source} holds no tensors")
     tied = _tied(source, texts, parts)
     folder = target / step_folder(0)
@@ -85,7 +86,7 @@ def import_weights(source: Path, target: Path) -> str:
         boxes = []
         for k, (name, part) in enumerate(parts.items()):
             found = NamedRange(model_key(name), part.shape, 0, 0, prod(part.shape))
-            boxes += write_boxes(unfinished / rank_file(k), [(part.read(), [found])])[0]
+            boxes += write_boxes(unfinished / rank_file(k), [(part.flat(0, found.numel), [found])])[0]
         complete(unfinished, folder, CheckpointMeta(0, tied=tied, versions=versions()), boxes)
     finally:
         if unfinished.exists():

@@ -12,6 +12,7 @@ import torch
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
+from piper_ir.tools import user_code
 from piper_runtime.rank.job import Job
 
 
@@ -25,6 +26,7 @@ class CheckpointMeta:
         global_batch: rows of a step; None as for `seed`.
         optimizer: the class name of the optimizer; empty where there is no optimizer state.
         groups: the settings of the optimizer's groups, as the schedule has left them.
+        group_of: the index of the group of each trained parameter.
         schedule: the class name of the learning-rate schedule; None without one.
         schedule_state: the schedule's state, as far as JSON holds it.
         counters: the steps that the optimizer has counted, by parameter.
@@ -56,22 +58,25 @@ class CheckpointMeta:
     plan_key: str = ""
     strategy: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def data_of(job: Job, step: int) -> dict[str, Any]:
     """Return what the batch function says of its data when so many steps are done; nothing for an ordinary function.
 
     "fingerprint" is its attribute or method of this name, which is the same in every step; "state" is what its method
-    `state_dict(step)` returns. Raises JobError for what JSON does not hold.
+    `state_dict(step)` returns. Raises JobError when these fail, and for what JSON does not hold.
     """
     batch: Any = job.batch
     found: dict[str, Any] = {}
     if hasattr(batch, "fingerprint"):
-        found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
-        if callable(getattr(batch, "state_dict", None)):
+        with user_code("Job.batch.fingerprint()", JobError):
+            found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
+    if callable(getattr(batch, "state_dict", None)):
+        with user_code(f"Job.batch.state_dict({step})", JobError):
             found["state"] = batch.state_dict(step)
     try:
-        return dict(json.loads(json.dumps(found)))
+        return dict(json.loads(json.dumps(found, allow_nan=False)))
     except (TypeError, ValueError) as e:
         raise JobError(
             f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its fingerprint and "
@@ -104,6 +109,7 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
         0, job.seed, job.global_batch, trained=tuple(p.name for p in plan.params if p.trained),
         tied={other: p.name for p in plan.params for other in p.tied}, data=data_of(job, 0), program_key=plan.program_key,
         plan_key=plan.key, strategy=strategy, versions=versions(),
+        group_of={name: b.group for b in plan.buckets for name in b.params},
     )  # fmt: skip
 
 

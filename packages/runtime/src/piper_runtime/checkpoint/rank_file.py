@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,37 +12,11 @@ from typing import Any
 import torch
 
 from piper_ops import dtype_name
-from piper_runtime.checkpoint.boxes import Box, boxes_of_range, whole
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Number
+from piper_runtime.weights.boxes import Box, boxes_of_range, whole
+from piper_runtime.weights.dcp_tensors import SavedBox
 
 SUFFIX = ".distcp"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedBox:
-    """Say where a checkpoint holds a box of a tensor.
-
-    Attributes:
-        key: the tensor's name in the checkpoint.
-        shape: the shape of the whole tensor.
-        file: the name of the file in the checkpoint's folder.
-        at: where the box begins in the file, in bytes.
-        nbytes: how long it is there.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    at: int
-    nbytes: int
-
-    @property
-    def box(self) -> Box:
-        """Return the box."""
-        return Box(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +65,7 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
     if not any(ranges for _, ranges in contents):
         return [], 0
     out: list[SavedBox] = []
-    with path.open("wb") as file:
+    with path.open("wb") as file, _checksums():
         for flat, ranges in contents:
             for found in ranges:
                 for box, part in _parts(flat, found):
@@ -103,6 +78,17 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
         os.fsync(file.fileno())
         size = file.tell()
     return out, size
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let torch.save write checksums, by which a changed file is noticed when it is read."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _parts(flat: torch.Tensor, found: NamedRange) -> Iterator[tuple[Box, torch.Tensor]]:

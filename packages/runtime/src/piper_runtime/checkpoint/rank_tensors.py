@@ -6,7 +6,7 @@ state is "optim.state.NAME.KEY" for each parameter, as in the checkpoints of tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -39,6 +39,15 @@ def key_path(key: str) -> tuple[str, ...]:
         name, _, last = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
         return (*OPTIMIZER.split("."), name, last)
     return MODEL, key.removeprefix(f"{MODEL}.")
+
+
+def kept_keys(keys: Collection[str]) -> dict[str, set[str]]:
+    """Return by parameter the keys under which a checkpoint holds what the optimizer keeps of it."""
+    out: dict[str, set[str]] = {}
+    for path in map(key_path, keys):
+        if path[0] != MODEL:
+            out.setdefault(path[-2], set()).add(path[-1])
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,18 @@ def left_out(plan: Plan) -> tuple[list[str], list[str]]:
     return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
 
 
+def saved_dtypes(plan: Plan) -> dict[str, str]:
+    """Return the dtypes of parameters in checkpoints, where these are others than forward and backward read.
+
+    A trained parameter is saved as the optimizer has it. One that no rank holds is saved as the job makes it, in the
+    same dtype.
+    """
+    made = next((b.dtype for b in plan.buckets), None)
+    out = {name: b.dtype for b in plan.buckets for name in b.params}
+    floats = {p.name for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point}
+    return out | {name: made for name in left_out(plan)[0] if made is not None and name in floats}
+
+
 def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
     """Yield the states of a rank, or a portion of them.
 
@@ -152,8 +173,10 @@ def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple
     for name, offset in zip(bucket.params, bucket.offsets, strict=True):
         shape = rank.place_of[name].size
         begin, end = max(offset, first), min(offset + prod(shape), first + size)
-        if begin < end or not prod(shape):
+        if begin < end:
             out.append(NamedRange(key(name), shape, begin - offset, begin - first, end - begin))
+        elif not prod(shape) and not first:
+            out.append(NamedRange(key(name), shape, 0, 0, 0))
     return tuple(out)
 
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from piper_ir.errors import FormatError, JobError
-from piper_ir.plan import Bucket
-from piper_runtime.checkpoint.boxes import boxes_of_range
-from piper_runtime.checkpoint.dcp_metadata import SavedTensor
-from piper_runtime.checkpoint.rank_file import SavedBox
-from piper_runtime.checkpoint.rank_tensors import MODEL, FlatState, NamedRange, key_path, optimizer_key, rank_tensors
+from piper_ir.plan import Bucket, Plan
+from piper_runtime.checkpoint.rank_tensors import (
+    MODEL,
+    FlatState,
+    NamedRange,
+    kept_keys,
+    key_path,
+    left_out,
+    model_key,
+    optimizer_key,
+    rank_tensors,
+    saved_dtypes,
+)
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.rank.optimizer import SEPARABLE
 from piper_runtime.rank.rank_state import RankState
+from piper_runtime.weights.dcp_tensors import SavedTensor, read_range
 
 
 @dataclass(frozen=True)
@@ -55,37 +63,19 @@ def _name(key: str) -> str:
     return path[-1] if path[0] == MODEL else path[-2]
 
 
-def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> torch.Tensor:
-    """Return elements of a saved tensor as a flat one on the CPU; raise FormatError when they cannot be read."""
-    out = torch.empty(numel, dtype=getattr(torch, saved.dtype))
-    at = 0
-    for box in boxes_of_range(saved.shape, start, start + numel):
-        target, missing = out[at : at + box.numel].view(box.sizes), box.numel
-        for piece in saved.boxes:
-            common = box.overlap(piece.box)
-            if common is not None:
-                target[common.within(box)] = _load(folder, piece)[common.within(piece.box)]
-                missing -= common.numel
-        if missing:
-            raise FormatError(f"{folder}: {missing} elements are missing; take another checkpoint")
-        at += box.numel
+def unheld_tensors(saved: SavedRun, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a checkpoint that no rank of a plan holds, by name.
+
+    They are read at once: the checkpoint may be deleted before the run ends.
+    """
+    names = {name: saved.tensors.get(model_key(name)) for kind in left_out(plan) for name in kind}
+    dtypes = saved_dtypes(plan)
+    out = {}
+    for name, tensor in names.items():
+        if tensor is not None:
+            found = read_range(saved.path, tensor, 0, prod(tensor.shape)).view(tensor.shape)
+            out[name] = found.to(getattr(torch, dtypes[name])) if name in dtypes else found
     return out
-
-
-def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
-    """Return a box as it lies in a file, which is read by `weights_only`."""
-    path = folder / piece.file
-    try:
-        with path.open("rb") as file:
-            file.seek(piece.at)
-            found = torch.load(io.BytesIO(file.read(piece.nbytes)), map_location="cpu", weights_only=True)
-    except OSError as e:
-        raise JobError(f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint") from None
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as e:
-        raise FormatError(f"{path} does not hold {piece.key} as it was written ({str(e).splitlines()[0]:.200})") from None
-    if not isinstance(found, torch.Tensor) or found.dtype != getattr(torch, piece.dtype) or tuple(found.shape) != piece.sizes:
-        raise FormatError(f"{path} does not hold {piece.key} as the metadata says; take another checkpoint")
-    return found
 
 
 def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lambda n: None) -> None:
@@ -95,7 +85,7 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
     """
     with torch.no_grad():
         if not saved.weights_only:
-            kept = _kept([*saved.tensors, *saved.numbers])
+            kept = kept_keys([*saved.tensors, *saved.numbers])
             for bucket in rank.store.buckets:
                 _make_states(rank, bucket, saved, kept)
             _restore_groups(rank, saved)
@@ -103,6 +93,7 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
             beat(read)
             _fill(state, saved)
         rank.store.copy_masters([bucket.id for bucket in rank.store.buckets])
+        rank.restored = True
 
 
 def _fill(state: FlatState, saved: Restore) -> None:
@@ -135,8 +126,6 @@ def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[
         group = rank.optimizer.groups[bucket.group]
         for name in names:
             found = kept.get(name, set())
-            if rank.optimizer.flat:
-                _check_keys(name, found, {*state, *(["momentum_buffer"] if group.get("momentum") else [])}, saved)
             for key in found - state.keys():
                 whole = optimizer_key(name, key)
                 if whole in saved.numbers:
@@ -145,27 +134,6 @@ def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[
                     state[key] = torch.zeros_like(tensor)
                 else:
                     state[key] = _zeros(saved.tensors[whole], tensor, key, group)
-
-
-def _kept(keys: Collection[str]) -> dict[str, set[str]]:
-    """Return by parameter the keys under which a checkpoint holds what the optimizer keeps of it."""
-    out: dict[str, set[str]] = {}
-    for path in map(key_path, keys):
-        if path[0] != MODEL:
-            out.setdefault(path[-2], set()).add(path[-1])
-    return out
-
-
-def _check_keys(name: str, found: set[str], needed: set[str], saved: Restore) -> None:
-    if found != needed:
-        raise JobError(
-            f"{saved.folder}: of parameter {name} the optimizer kept {_listed(found)}, with this job's settings it keeps "
-            f"{_listed(needed)}; use the settings of then (momentum, amsgrad)"
-        )
-
-
-def _listed(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) or "nothing"
 
 
 def _zeros(saved: SavedTensor, parameter: torch.Tensor, key: str, group: Mapping[str, Any]) -> torch.Tensor:

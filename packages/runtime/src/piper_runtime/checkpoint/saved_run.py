@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,27 @@ from piper_ir.codec import loads, read_document
 from piper_ir.errors import FormatError, JobError, PiperWarning
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
-from piper_runtime.checkpoint.dcp_metadata import SavedTensor, read_metadata
 from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
-from piper_runtime.checkpoint.rank_tensors import OPTIMIZER, group_settings, model_key, plain_settings
-from piper_runtime.checkpoint.settings import DCP_METADATA, MARKER, META
+from piper_runtime.checkpoint.rank_tensors import (
+    OPTIMIZER,
+    group_settings,
+    kept_keys,
+    model_key,
+    plain_settings,
+    saved_dtypes,
+)
+from piper_runtime.checkpoint.settings import MARKER, META
 from piper_runtime.rank.job import Job
-from piper_runtime.rank.optimizer import advance, call_optimizer, call_scheduler, meta_parameters, optimizer_spec
+from piper_runtime.rank.optimizer import (
+    advance,
+    call_optimizer,
+    call_scheduler,
+    meta_parameters,
+    optimizer_spec,
+    state_keys,
+)
+from piper_runtime.weights.dcp_tensors import DCP_METADATA, MOST_BYTES, SavedTensor, read_metadata, unreadable
 
-MOST_BYTES = 1 << 30
-"""The largest metadata that is read: that of a checkpoint with millions of tensors."""
 MARKER_FORMAT, MARKER_VERSION = "piper-checkpoint-files", 1
 
 
@@ -49,9 +61,11 @@ def open_checkpoint(path: Path) -> SavedRun:
         raise JobError(f"{path}: there is no such folder; give the path of a checkpoint")
     sizes = _files(path)
     meta = loads(CheckpointMeta, _text(path / META), str(path / META))
+    if meta.step < 0:
+        raise FormatError(f"{path / META}: step {meta.step} is before the first one; take another checkpoint")
     tensors = read_metadata(_bytes(path / DCP_METADATA), str(path / DCP_METADATA))
     for key, tensor in tensors.items():
-        if problem := _unreadable(tensor, sizes):
+        if problem := unreadable(tensor, sizes):
             raise FormatError(f"{path}: the metadata {problem} for {key}; take another checkpoint")
     return SavedRun(path, meta, tensors)
 
@@ -78,19 +92,6 @@ def _files(path: Path) -> dict[str, int]:
 
 def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
-
-
-def _unreadable(tensor: SavedTensor, sizes: Mapping[str, int]) -> str:
-    """Return what is wrong with where a tensor lies; an empty text when nothing is."""
-    elements = 0
-    for saved in tensor.boxes:
-        if saved.file not in sizes or saved.at < 0 or saved.nbytes < 0 or saved.at + saved.nbytes > sizes[saved.file]:
-            return f"names bytes that no file of the checkpoint has ({saved.file!r:.80})"
-        elements += saved.box.numel
-    wanted = 1
-    for n in tensor.shape:
-        wanted *= n
-    return "" if elements == wanted else f"has {elements} of {wanted} elements"
 
 
 def _bytes(path: Path) -> bytes:
@@ -128,7 +129,7 @@ def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
         )
 
 
-WEIGHTS_FROM = "to start another training from its weights, `piper checkpoint convert` it and give Job(init=...)"
+WEIGHTS_FROM = "to start another training from its weights, give its folder as Job(init=...)"
 
 
 def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
@@ -148,10 +149,27 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
     for name in sorted(trained ^ before):
         then, now = ("frozen", "trained") if name in trained else ("trained", "frozen")
         yield f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or {WEIGHTS_FROM}"
+    if spec.separable:
+        yield from _other_keys(saved, state_keys(job, plan.params))
+
+
+def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield where the job's optimizer keeps other tensors of a parameter than the checkpoint has."""
+    found = kept_keys([*saved.tensors, *saved.meta.numbers])
+    for name, keys in needed.items():
+        if found.get(name, set()) != keys:
+            then, now = (", ".join(sorted(kept)) or "nothing" for kept in (found.get(name, set()), keys))
+            yield (
+                f"was made when the optimizer kept {then}, with this job's settings it keeps {now} of parameter {name!r}; use "
+                "the settings of then (momentum, amsgrad, centered, ...)"
+            )
 
 
 def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
-    wanted: dict[str, tuple[str, TensorSpec]] = {p.name: ("parameter", p.spec) for p in plan.params}
+    dtypes = saved_dtypes(plan)
+    wanted: dict[str, tuple[str, TensorSpec]] = {
+        p.name: ("parameter", replace(p.spec, dtype=dtypes.get(p.name, p.spec.dtype))) for p in plan.params
+    }
     wanted |= {b.name: ("buffer", b.spec) for b in plan.buffers if b.name not in wanted}
     for name, (kind, spec) in wanted.items():
         found = saved.tensors.get(model_key(name))
@@ -161,12 +179,16 @@ def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
                 yield f"has no {kind} {name!r}, which the model has; use the same model"
         elif found.shape != shape:
             yield f"has {kind} {name!r} of shape {list(found.shape)}, the model one of {list(shape)}; use the same model"
-        elif found.dtype != spec.dtype:
+        elif found.dtype != spec.dtype and not (saved.weights_only and _are_floats(found.dtype, spec.dtype)):
             yield f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same precision"
     names = {model_key(n) for n in wanted} | {model_key(n) for n in saved.meta.tied}
     more = [key for key in saved.tensors if key.startswith("model.") and key not in names]
     for key in more:
         yield f"has {key.removeprefix('model.')!r}, which the model has not; use the same model"
+
+
+def _are_floats(*dtypes: str) -> bool:
+    return all(getattr(torch, dtype).is_floating_point for dtype in dtypes)
 
 
 def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
@@ -182,10 +204,22 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
         advance(made, saved.meta.step)
         schedule = plain_settings(made.state_dict())
     _compare("schedule", schedule, saved.meta.schedule_state, saved)
-    settings = group_settings(optimizer.param_groups)
-    if len(settings) == len(saved.meta.groups):
-        for index, (now, then) in enumerate(zip(settings, saved.meta.groups, strict=True)):
-            _compare(f"group {index}", now, then, saved)
+    settings, then = group_settings(optimizer.param_groups), saved.meta.groups
+    for name, index, before in _groups(saved, plan):
+        what = f"group {index}" + (f", with parameter {name!r} of group {before} then," if index != before else "")
+        if index < len(settings) and 0 <= before < len(then):
+            _compare(what, settings[index], then[before], saved)
+
+
+def _groups(saved: SavedRun, plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Yield each pair of groups, now and in the checkpoint, that have a parameter in common, with the first one."""
+    seen: set[tuple[int, int]] = set()
+    for bucket in plan.buckets:
+        for name in bucket.params:
+            pair = bucket.group, saved.meta.group_of.get(name, bucket.group)
+            if pair not in seen:
+                seen.add(pair)
+                yield name, *pair
 
 
 def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: SavedRun) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from piper_ir.errors import JobError, OutputError
 from piper_ir.keywords import checked_fields
+from piper_runtime.checkpoint.sole_writer import sole_writer
 
 MARKER = "complete.json"
 """The file that is written last: only a folder that has it is a checkpoint. It holds the sizes of all other files."""
 META = "run.json"
-DCP_METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 
@@ -115,8 +115,8 @@ def drop_partial(folder: Path) -> None:
 def prepare_folder(checkpoint: Checkpoints, first_step: int, *, first: bool) -> None:
     """Make the folder ready for a run that begins with `first_step`; the `first` process of a run clears it up.
 
-    Raises JobError for a folder with checkpoints of later steps, which this run would mix with its own, and OutputError
-    for one that cannot be written.
+    Raises JobError for a folder with checkpoints of later steps, which this run would mix with its own, or into which
+    another run writes, and OutputError for one that cannot be written.
     """
     folder = checkpoint.path
     later = [step for step in complete_checkpoints(folder) if step > first_step]
@@ -129,7 +129,8 @@ def prepare_folder(checkpoint: Checkpoints, first_step: int, *, first: bool) -> 
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drop_partial(folder)  # a run that was killed while it saved may have left one
+        with sole_writer(folder):
+            drop_partial(folder)  # a run that was killed while it saved may have left one
         trial = folder / ".writable"
         trial.write_bytes(b"")
         trial.unlink()

@@ -100,7 +100,18 @@ def from_dataset(dataset: Any, collate: Collate | None = None, seed: int = 0, sh
         raise JobError(f"from_dataset got a {type(dataset).__name__} without samples; is the path right?")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise JobError(f"from_dataset(seed={seed!r}): an integer is needed")
-    return DatasetBatch(dataset, collate or default_collate, seed, shuffle, samples)
+    if not isinstance(shuffle, bool):
+        raise JobError(f"from_dataset(shuffle={shuffle!r}): True or False is needed")
+    return DatasetBatch(dataset, collate_of(collate, "from_dataset"), seed, shuffle, samples)
+
+
+def collate_of(collate: object, name: str) -> Collate:
+    """Return what makes a batch of samples: torch's default for None; raise JobError for what cannot be called."""
+    if collate is None:
+        return default_collate
+    if not callable(collate):
+        raise JobError(f"{name}(collate={collate!r}): a function of a list of samples is needed")
+    return collate
 
 
 def bound_rows(global_batch: int | None, name: str) -> int:

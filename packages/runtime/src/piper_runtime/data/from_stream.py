@@ -7,11 +7,9 @@ from itertools import chain
 from math import gcd
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from piper_ir.errors import JobError
 from piper_runtime.data.batch_source import BatchSource
-from piper_runtime.data.from_dataset import Collate, bound_rows, pair_of
+from piper_runtime.data.from_dataset import Collate, bound_rows, collate_of, pair_of
 
 MakeStream = Callable[[int], Iterable[Any]]
 """A function of the number of a shard that returns the shard's samples, in the same order in every call."""
@@ -200,4 +198,4 @@ def from_stream(make: MakeStream, shards: int = 64, collate: Collate | None = No
         )
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
         raise JobError(f"from_stream(shards={shards!r}): an integer of at least 1 is needed")
-    return StreamBatch(make, shards, collate or default_collate)
+    return StreamBatch(make, shards, collate_of(collate, "from_stream"))

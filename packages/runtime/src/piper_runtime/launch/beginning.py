@@ -9,12 +9,15 @@ from pathlib import Path
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
+from piper_ir.tools import user_code
 from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.rank_file import SaveDone
+from piper_runtime.checkpoint.restoring import unheld_tensors
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
 from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, prepare_folder
+from piper_runtime.checkpoint.sole_writer import sole_writer
 from piper_runtime.launch.torchrun import is_first
-from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.rank.job import InitialState, Job, constructed_only, materialize
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,23 @@ def beginning_of(
         check_resumable(saved, plan, job)
         check_settings(saved, plan, job)
         if "state" in saved.meta.data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
-            go_on(saved.meta.data["state"])
+            with user_code("Job.batch.load_state_dict(state)", JobError):
+                go_on(saved.meta.data["state"])
     step = saved.meta.step if saved is not None else first_step or 0
     if checkpoint is not None:
         prepare_folder(checkpoint, step, first=is_first())
         checkpoint = replace(checkpoint, folder=checkpoint.path)
     return Beginning(step, saved, checkpoint)
+
+
+def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
+    """Return what a run begins with, whose ranks may go on from a checkpoint: then no file of Job.init is read.
+
+    Raises JobError where the job has no such weights.
+    """
+    if saved is None:
+        return materialize(job)
+    return replace(materialize(constructed_only(job)), restored=unheld_tensors(saved, plan))
 
 
 @contextmanager
@@ -68,13 +82,15 @@ def committing(
 ) -> Iterator[Callable[[SaveDone], None] | None]:
     """Yield the function that completes checkpoints as ranks report their shares; drop incomplete ones at the end.
 
-    It is None without checkpoints, and in the processes of torchrun but the first.
+    It is None without checkpoints, and in the processes of torchrun but the first. Raises JobError while another run
+    writes to their folder.
     """
     if checkpoint is None or not is_first():
         yield None
         return
-    commits = CheckpointCommits(checkpoint, plan, job, initial)
-    try:
-        yield commits.add
-    finally:
-        commits.close()
+    with sole_writer(checkpoint.path):
+        commits = CheckpointCommits(checkpoint, plan, job, initial)
+        try:
+            yield commits.add
+        finally:
+            commits.close()

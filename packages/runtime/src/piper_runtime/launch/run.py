@@ -12,7 +12,7 @@ from piper_ir.plan import Plan
 from piper_runtime.checkpoint.settings import Checkpoints
 from piper_runtime.data import check_data_replicas
 from piper_runtime.engine.trace import executed_trace
-from piper_runtime.launch.beginning import beginning_of, committing
+from piper_runtime.launch.beginning import beginning_of, committing, initial_of
 from piper_runtime.launch.inline_run import run_inline
 from piper_runtime.launch.joined import joined_gradients, joined_states
 from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, open_pool
@@ -24,7 +24,7 @@ from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.feed import check_loader
-from piper_runtime.rank.job import InitialState, Job, materialize
+from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.same_model import check_same_model
 
 TRACED = (
@@ -73,9 +73,9 @@ def execute(
         ExecutionError: with rank, node, instruction and peer.
     """
     check_request(plan, job, steps, launcher, timeout_s, loader)
-    initial = materialize(job)
-    check_same_model(plan, initial, trainable)
     begin = beginning_of(plan, job, checkpoint, resume, first_step)
+    initial = initial_of(plan, job, begin.saved)
+    check_same_model(plan, initial, trainable)
     options = RunOptions(
         steps, timeout_s, trace, memory, gradients, ranges, on_step is not None, begin.step, begin.checkpoint, loader
     )

@@ -24,13 +24,14 @@ LENGTH = 8
 @functools.cache
 def _records() -> dict[str, type[Any]]:
     """Return the records that ranks send, by name; the import is late because it imports torch's compiler."""
-    from piper_runtime.checkpoint.rank_file import SavedBox, SaveDone
+    from piper_runtime.checkpoint.rank_file import SaveDone
     from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
     from piper_runtime.launch.protocol import Failure
     from piper_runtime.launch.report import RankReport, StepDone
     from piper_runtime.launch.timed_rank import EmulationReport
     from piper_runtime.profile.measure_messages import MessageSample
     from piper_runtime.profile.profiler import ProfileReport
+    from piper_runtime.weights.dcp_tensors import SavedBox
 
     known = (
         EmulationReport, Failure, MemoryPoint, MemoryRecord, MessageSample, ProfileReport, RankReport, SaveDone, SavedBox,

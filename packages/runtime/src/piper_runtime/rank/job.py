@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from piper_runtime.weights import (
     LazyTensors,
     Renames,
     TensorForm,
+    forms_of,
     is_fake,
     is_weight_file,
     matched,
@@ -56,7 +57,7 @@ class Job:
         clip_norm: largest global 2-norm of the gradient.
         init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
             made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
-            Face, or a file that torch.save wrote of a state_dict.
+            Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -147,12 +148,13 @@ class InitialState:
     """Hold full tensors on CPU under their first names; none without a `model`.
 
     They are shared with their module, or `LazyTensors`, which are made when they are asked for; the tensors of the
-    module are fake then.
+    module are fake then. `restored` are those of a checkpoint that no rank holds, which count in place of these.
     """
 
     params: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     model: nn.Module | None = None
+    restored: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def real_tensors(self) -> dict[str, torch.Tensor]:
@@ -176,15 +178,31 @@ class InitialState:
     def state_dict(self, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the module's own state_dict for tensors with the values in `trained`, by first name.
 
+        A rank may have a frozen parameter in a narrower dtype than it was made in: then it is as it was made, unless
+        the rank's is of other numbers, which came from a checkpoint.
+
         The module itself stays as it is, because its owner may hold it, and start another run from it.
         """
         if self.model is None:
             return {}
         initial = {name: kind for kind in (self.params, self.buffers) for name in kind}
-        values = {name: trained[name] if name in trained else kind[name] for name, kind in initial.items()}
+        values = {name: self._value(kind, name, trained.get(name)) for name, kind in initial.items()}
         with _holding(self.model, values):
             found = self.model.state_dict()
             return {n: t.detach().clone() if isinstance(t, torch.Tensor) else t for n, t in found.items()}
+
+    def tensor(self, kind: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Return a parameter or a buffer that no rank holds."""
+        return self.restored[name] if name in self.restored else kind[name]
+
+    def _value(self, kind: Mapping[str, torch.Tensor], name: str, trained: torch.Tensor | None) -> torch.Tensor:
+        if trained is None:
+            return self.tensor(kind, name)
+        made = forms_of(kind)[name].dtype
+        if trained.dtype == made:
+            return trained
+        original = kind[name]
+        return original if torch.equal(original.to(trained.dtype), trained) else trained.to(made)
 
 
 @contextmanager
@@ -206,6 +224,13 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
     finally:
         for own, name, tensor in before:
             own[name] = tensor
+
+
+def constructed_only(job: Job) -> Job:
+    """Return a job whose weights are those of the constructor, by the rule that Job.init implies for it."""
+    if job.init in ("model", "seeded"):
+        return job
+    return replace(job, init="seeded" if is_weight_file(Path(job.init)) else "model", rename={})
 
 
 def materialize(job: Job) -> InitialState:
@@ -262,8 +287,9 @@ def _lazy_state(job: Job) -> InitialState:
     model, recording = record(job.model, job.seed, asked, _first_tensors)
     tensors, precision = _first_tensors(model), job.precision
     forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, precision.dtype, precision.compute_dtype)) for n, t in tensors.items()}
-    with _named(asked):
-        files = {} if job.init == "seeded" else matched(stored, forms, *_saved_names(model))
+    names, aliases = _saved_names(model)
+    with _named(asked):  # checkpoints of Piper's have tensors beyond those of a state_dict, too
+        files = {} if job.init == "seeded" else matched(stored, forms, [*names, *(forms.keys() & stored)], aliases)
     trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}
     others = {n: form for n, form in forms.items() if n not in trained}
     return InitialState(LazyTensors(trained, recording, files), LazyTensors(others, recording, files), model)

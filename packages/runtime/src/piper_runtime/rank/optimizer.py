@@ -116,6 +116,16 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
     return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=separable, update_bytes=held)
 
 
+def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
+    """Return under which keys the job's optimizer keeps something of each trained parameter after a step."""
+    trained = {p.name for p in params if p.trained}
+    named = meta_parameters(params, job.precision.dtype)
+    optimizer = call_optimizer(job.optimizer, named)
+    _one_by_one(optimizer, fused=False)
+    state_bytes(optimizer, named, trained)
+    return {name: set(optimizer.state[p]) for name, p in named if name in trained}
+
+
 def _planned_device() -> torch.device | None:
     """Return the device whose fused kernels are tried when a plan is made: the CPU where runs take it.
 

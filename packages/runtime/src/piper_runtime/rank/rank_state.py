@@ -64,7 +64,8 @@ class PlaceInBucket:
 class RankState:
     """Hold one rank of a plan with its states, before its program is bound.
 
-    An Update calls `before_update` before it writes parameters and optimizer state.
+    An Update calls `before_update` before it writes parameters and optimizer state. `restored` says that the state is
+    that of a checkpoint, and not of the job.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RankState:
         self.buffer_mb: dict[str, int] = {}
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], None] = _nothing
+        self.restored = False
         with torch.no_grad():
             self.store = Store(plan, rank, params, buffers, device)
             self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
@@ -124,12 +126,12 @@ class RankState:
         """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU.
 
         Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
-        another dtype: the job has it as it was made.
+        another dtype and not `restored`: the job has it as it was made.
         """
         exact = {getattr(torch, b.dtype) for b in self.plan.buckets}
         bucketed = {name for bucket in self.store.buckets for name in bucket.params}
         lone = {n: t for n, t in self.store.params.items() if n not in bucketed}
-        whole = {n: t for n, t in lone.items() if t.dtype in exact or not t.is_floating_point()}
+        whole = {n: t for n, t in lone.items() if self.restored or t.dtype in exact or not t.is_floating_point()}
         return {n: t.to(CPU, copy=True) for n, t in {**whole, **self.store.masters, **self.store.buffers}.items()}
 
     def shared_states(self) -> dict[str, torch.Tensor]:

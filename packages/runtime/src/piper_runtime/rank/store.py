@@ -11,6 +11,7 @@ from piper_ir.errors import PlanError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.sizes import bind
 from piper_runtime.rank.device import CPU
+from piper_runtime.weights import flat_range
 
 
 class Store:
@@ -54,17 +55,27 @@ class Store:
     def _initial(self, name: str) -> torch.Tensor:
         return _find(self._given, "parameter", name)
 
+    def _initial_part(self, bucket: Bucket, size: int, first: int) -> torch.Tensor:
+        """Return `size` elements of a bucket from `first` on, with the initial parameters that lie there."""
+        part = torch.zeros(size, dtype=getattr(torch, bucket.dtype), device=self.device)
+        for name, offset, shape in zip(bucket.params, bucket.offsets, self._shapes(bucket), strict=True):
+            begin, end = max(offset, first), min(offset + shape.numel(), first + size)
+            _check_there(self._given, "parameter", name)
+            if begin < end:
+                part[begin - first : end - first].copy_(flat_range(self._given, name, begin - offset, end - offset))
+        return part
+
     def _add_bucket(self, bucket: Bucket) -> None:
-        dtype, compute, reduce = (getattr(torch, d) for d in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype))
+        compute, reduce = (getattr(torch, d) for d in (bucket.compute_dtype, bucket.reduce_dtype))
         shard, shapes = bucket.shard, self._shapes(bucket)
-        whole = torch.zeros(bucket.numel, dtype=dtype, device=self.device)
-        for name, view in bucket_views(bucket, whole, shapes):
-            view.copy_(self._initial(name))
-        flat = whole.to(compute)
-        own = self.part(flat, shard.optim)
-        if shard.params:
-            flat = own = own.clone()
-        master = self.part(whole, shard.optim).clone() if bucket.mastered else own
+        size = bucket.numel // self._mesh.degree(shard.optim)
+        master = self._initial_part(bucket, size, size * self._mesh.index_along(shard.optim, self._rank))
+        own = flat = master.to(compute)
+        if shard.optim and not shard.params:  # the others' parts are gathered when the step begins
+            flat = torch.zeros(bucket.numel, dtype=compute, device=self.device)
+            own = self.part(flat, shard.optim).copy_(master)
+        if not bucket.mastered:
+            master = own
         kept = self._mesh.degree(shard.grads)
         grads = torch.zeros(bucket.numel // kept, dtype=reduce, device=self.device)
         self.own_masters[bucket.id] = master
@@ -134,9 +145,13 @@ def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
 
 
 def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tensor:
+    _check_there(given, what, name)
+    return given[name]
+
+
+def _check_there(given: Mapping[str, torch.Tensor], what: str, name: str) -> None:
     if name not in given:
         raise PlanError(f"the plan holds the {what} {name!r}, which the model does not have; compile the strategy with this job")
-    return given[name]
 
 
 def empty_value(plan: Plan, value: str) -> tuple[tuple[int, ...], torch.dtype]:

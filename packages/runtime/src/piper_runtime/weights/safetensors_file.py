@@ -26,6 +26,8 @@ STORED_DTYPES = {
     "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
 """The dtypes of safetensors files by their names there."""
+LENGTH = 8
+"""The bytes of the length of the header, at the beginning of a file."""
 LONGEST_HEADER = 100_000_000
 """The most bytes of a header, as the format has it."""
 FREE_TEXT = "__metadata__"
@@ -93,19 +95,26 @@ def read_bytes(path: str, spans: Iterable[tuple[int, int]], into: memoryview) ->
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; raise JobError, with the path, for anything that is not one."""
+    return read_headers(path)[0]
+
+
+def read_headers(path: str | Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors and the texts of a safetensors file, each by name; raise JobError as `read_header`."""
     path = str(path)
     try:
         size = Path(path).stat().st_size
-        if size < 8:
-            raise _Broken(f"has {size} bytes, and the length of its header alone takes 8")
-        first = bytearray(8)
-        read_bytes(path, [(0, 8)], memoryview(first))
+        if size < LENGTH:
+            raise _Broken(f"has {size} bytes, and the length of its header alone takes {LENGTH}")
+        first = bytearray(LENGTH)
+        read_bytes(path, [(0, LENGTH)], memoryview(first))
         length = int.from_bytes(first, "little")
-        if length > min(size - 8, LONGEST_HEADER):
+        if length > min(size - LENGTH, LONGEST_HEADER):
             raise _Broken(f"says that its header has {length} bytes; the file has {size}, and a header at most {LONGEST_HEADER}")
-        header = bytearray(length)
-        read_bytes(path, [(8, length)], memoryview(header))
-        return _tensors(path, _parsed(bytes(header)), 8 + length, size)
+        raw = bytearray(length)
+        read_bytes(path, [(LENGTH, length)], memoryview(raw))
+        header = _parsed(bytes(raw))
+        texts = _texts(header.pop(FREE_TEXT, {}))
+        return _tensors(path, header, LENGTH + length, size), texts
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
     except _Broken as error:
@@ -136,9 +145,6 @@ def _tensors(path: str, header: dict[str, Any], begin: int, size: int) -> dict[s
     spans: list[tuple[int, int, str]] = []
     found: dict[str, StoredTensor] = {}
     for name, entry in header.items():
-        if name == FREE_TEXT:
-            _check_text(entry)
-            continue
         dtype, shape, start, stop = _entry(name, entry)
         bytes_needed = math.prod(shape) * dtype.itemsize
         if stop - start != bytes_needed:
@@ -159,9 +165,10 @@ def _tensors(path: str, header: dict[str, Any], begin: int, size: int) -> dict[s
     return found
 
 
-def _check_text(entry: Any) -> None:
+def _texts(entry: Any) -> dict[str, str]:
     if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
         raise _Broken(f"has {FREE_TEXT} that is no object of texts")
+    return entry
 
 
 def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:

@@ -1,12 +1,17 @@
-"""Find the tensors of a file or a folder of weights: safetensors, alone or in shards as Hugging Face has them."""
+"""Find the tensors of a file or a folder of weights.
+
+They are safetensors, alone or in shards as Hugging Face has them, or a checkpoint of Piper's or of torch's (DCP).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from piper_ir.errors import JobError
+from piper_runtime.weights.dcp_tensors import DCP_METADATA, dcp_tensors
+from piper_runtime.weights.renaming import FileTensor
 from piper_runtime.weights.safetensors_file import StoredTensor, read_header
 
 SUFFIX = ".safetensors"
@@ -19,18 +24,24 @@ def is_weight_file(path: Path) -> bool:
     return path.suffix == SUFFIX or path.is_dir()
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file or a Hugging Face folder by name; raise JobError for anything else."""
+def stored_tensors(path: Path) -> Mapping[str, FileTensor]:
+    """Return the tensors of a safetensors file, a Hugging Face folder or a checkpoint by name.
+
+    Raises JobError for anything else, and FormatError for a checkpoint that was changed.
+    """
     if not path.exists():
         raise JobError(f"{path}: no such file or folder")
+    path = path.absolute()  # ranks may have other working directories
     if not path.is_dir():
         return read_header(path)
+    if (path / DCP_METADATA).is_file():
+        return dcp_tensors(path)
     if (path / INDEX).is_file():
         return _indexed(path)
     if (path / WHOLE).is_file():
         return read_header(path / WHOLE)
     present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-    raise JobError(f"{path} has neither {INDEX} nor {WHOLE}; it has {present}")
+    raise JobError(f"{path} has neither {INDEX}, {WHOLE} nor the {DCP_METADATA} of a checkpoint; it has {present}")
 
 
 def _indexed(folder: Path) -> dict[str, StoredTensor]:

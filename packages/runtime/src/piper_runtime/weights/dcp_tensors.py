@@ -1,0 +1,264 @@
+"""Read the tensors of torch's distributed checkpoints (DCP): their metadata, a pickle that is read without trust.
+
+torch unpickles it, which runs whatever a stranger has written into it. Here an unpickler makes the classes of DCP's
+metadata only, and what it made is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
+
+import torch
+from torch import Tensor
+
+from piper_ir.errors import FormatError, JobError
+from piper_ops import dtype_name
+from piper_runtime.weights.boxes import Box, boxes_of_range
+
+DCP_METADATA = ".metadata"
+"""The name of the file that makes a folder a DCP."""
+MOST_BYTES = 1 << 30
+"""The largest metadata that is read: that of a checkpoint with millions of tensors."""
+DCP_HOME = "torch.distributed.checkpoint"
+_CLASSES: Mapping[str, frozenset[str]] = {
+    f"{DCP_HOME}.metadata": frozenset(
+        {
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    f"{DCP_HOME}.filesystem": frozenset({"_StorageInfo"}),
+    "torch": frozenset({"Size"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "collections": frozenset({"OrderedDict"}),
+    "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath"}),
+    "pathlib._local": frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath"}),
+}  # fmt: skip
+"""The names that a metadata pickle may use, by module; beside them torch's dtypes."""
+
+BROKEN = (
+    pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, OverflowError,
+    MemoryError, RecursionError, NotImplementedError,
+)  # fmt: skip
+"""The errors of reading a pickle that is truncated, or that somebody has made up."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBox:
+    """Say where a checkpoint holds a box of a tensor.
+
+    Attributes:
+        key: the tensor's name in the checkpoint.
+        shape: the shape of the whole tensor.
+        file: the name of the file in the checkpoint's folder.
+        at: where the box begins in the file, in bytes.
+        nbytes: how long it is there.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+    nbytes: int
+
+    @property
+    def box(self) -> Box:
+        """Return the box."""
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Say where a checkpoint holds a tensor: in boxes that cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[SavedBox, ...]
+
+
+def read_metadata(data: bytes, where: str) -> dict[str, SavedTensor]:
+    """Return the tensors that the metadata of a checkpoint describes, by name; `where` names it in messages.
+
+    Raises FormatError for bytes that are no such metadata, or that describe what cannot be.
+    """
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
+        tensors, storage = found.state_dict_metadata, found.storage_data
+        if type(found).__name__ != "Metadata" or not isinstance(tensors, dict) or not isinstance(storage, dict):
+            raise ValueError("it describes no checkpoint")
+        chunks = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
+        return {key: _tensor(key, tensor, chunks) for key, tensor in tensors.items() if not _is_bytes(tensor)}
+    except BROKEN as e:
+        raise FormatError(
+            f"{where} is no metadata of a checkpoint, or was changed ({e or type(e).__name__}); take another checkpoint"
+        ) from None
+
+
+def _is_bytes(entry: Any) -> bool:
+    return type(entry).__name__ == "BytesStorageMetadata"
+
+
+def _tensor(key: Any, found: Any, chunks: Mapping[Any, Any]) -> SavedTensor:
+    dtype, shape = found.properties.dtype, found.size
+    if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key!r:.80} has no dtype")
+    name, sizes = dtype_name(dtype), _numbers(shape)
+    boxes = []
+    for chunk in found.chunks:
+        box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
+        info = chunks[key, box.offsets]
+        if not box.inside(sizes):
+            raise ValueError(f"{key!r:.80} has a piece outside of its shape {list(sizes)}")
+        if not (isinstance(info.relative_path, str) and type(info.offset) is type(info.length) is int):
+            raise ValueError(f"{key!r:.80} has a piece in no file")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{key!r:.80} was written by an extension ({info.transform_descriptors!r:.80})")
+        boxes.append(SavedBox(key, name, sizes, box.offsets, box.sizes, info.relative_path, info.offset, info.length))
+    return SavedTensor(name, sizes, tuple(boxes))
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    if not isinstance(size, tuple) or not all(type(n) is int and n >= 0 for n in size):
+        raise ValueError(f"{size!r:.80} is no shape")
+    return tuple(size)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Make objects of known classes only.
+
+    It is the one in Python: that in C makes room for as many objects as a stranger claims.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata does not need")
+
+
+def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> Tensor:
+    """Return elements of a saved tensor as a flat one on the CPU; raise FormatError when they cannot be read."""
+    out = torch.empty(numel, dtype=getattr(torch, saved.dtype))
+    at = 0
+    for box in boxes_of_range(saved.shape, start, start + numel):
+        _fill(out[at : at + box.numel].view(box.sizes), folder, saved, box)
+        at += box.numel
+    return out
+
+
+def read_box(folder: Path, saved: SavedTensor, box: Box) -> Tensor:
+    """Return a box of a saved tensor on the CPU; raise FormatError when it cannot be read."""
+    out = torch.empty(box.sizes, dtype=getattr(torch, saved.dtype))
+    _fill(out, folder, saved, box)
+    return out
+
+
+def _fill(target: Tensor, folder: Path, saved: SavedTensor, box: Box) -> None:
+    missing = box.numel
+    for piece in saved.boxes:
+        common = box.overlap(piece.box)
+        if common is not None:
+            target[common.within(box)] = _load(folder, piece)[common.within(piece.box)]
+            missing -= common.numel
+    if missing:
+        raise FormatError(f"{folder}: {missing} elements are missing; take another checkpoint")
+
+
+def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
+    """Return a box as it lies in a file, which is read by `weights_only`."""
+    path = folder / piece.file
+    try:
+        with path.open("rb") as file:
+            file.seek(piece.at)
+            data = io.BytesIO(file.read(piece.nbytes))
+        _check_sums(data)
+        found = torch.load(data, map_location="cpu", weights_only=True)
+    except OSError as e:
+        raise JobError(f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint") from None
+    except (*BROKEN, RuntimeError, BadZipFile) as e:
+        said = next(iter(str(e).splitlines()), type(e).__name__)
+        raise FormatError(f"{path} does not hold {piece.key} as it was written ({said:.200}); take another checkpoint") from None
+    if not isinstance(found, torch.Tensor) or found.dtype != getattr(torch, piece.dtype) or tuple(found.shape) != piece.sizes:
+        raise FormatError(f"{path} does not hold {piece.key} as the metadata says; take another checkpoint")
+    return found
+
+
+def _check_sums(data: io.BytesIO) -> None:
+    """Raise ValueError where bytes that torch.save wrote have changed: torch.load does not look at their checksums."""
+    if is_zipfile(data):
+        with ZipFile(data) as archive:
+            if (changed := archive.testzip()) is not None:
+                raise ValueError(f"the checksum of {changed} is another one")
+    data.seek(0)
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """Hold a tensor of a DCP as one that is read by boxes."""
+
+    folder: str
+    saved: SavedTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.saved.dtype)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.saved.shape
+
+    def flat(self, start: int, stop: int) -> Tensor:
+        """Return some elements of the row-major tensor."""
+        return read_range(Path(self.folder), self.saved, start, stop - start)
+
+    def box(self, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """Return a box of the tensor."""
+        return read_box(Path(self.folder), self.saved, Box(starts, sizes))
+
+
+WEIGHTS = "model."
+"""The beginning of the names of weights, as torch's own training loops and Piper write them."""
+
+
+def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
+    """Return the weights of a DCP by name; of names that begin with "model." these alone, without that beginning.
+
+    Raises FormatError for metadata that were changed, and JobError for a folder that cannot be read.
+    """
+    path = folder / DCP_METADATA
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    except OSError as e:
+        raise JobError(f"{path} cannot be read: {e.strerror}") from None
+    if len(data) > MOST_BYTES:
+        raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
+    found = read_metadata(data, str(path))
+    for key, tensor in found.items():
+        if problem := unreadable(tensor, sizes):
+            raise FormatError(f"{folder}: the metadata {problem} for {key}; take another checkpoint")
+    named = {key.removeprefix(WEIGHTS): DcpTensor(str(folder), t) for key, t in found.items() if key.startswith(WEIGHTS)}
+    return named or {key: DcpTensor(str(folder), t) for key, t in found.items()}
+
+
+def unreadable(tensor: SavedTensor, sizes: Mapping[str, int]) -> str:
+    """Return what is wrong with where a tensor lies, given the sizes of files; an empty text when nothing is."""
+    elements = 0
+    for saved in tensor.boxes:
+        if saved.file not in sizes or saved.at < 0 or saved.nbytes < 0 or saved.at + saved.nbytes > sizes[saved.file]:
+            return f"names bytes that no file of the checkpoint has ({saved.file!r:.80})"
+        elements += saved.box.numel
+    return "" if elements == prod(tensor.shape) else f"has {elements} of {prod(tensor.shape)} elements"
