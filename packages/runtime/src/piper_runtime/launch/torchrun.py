@@ -50,6 +50,11 @@ def is_first() -> bool:
     return not is_active() or _number("RANK") == 0
 
 
+def restart_count() -> int:
+    """Return how many times torchrun has started these processes again."""
+    return _number("TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
+
+
 def _number(name: str) -> int:
     try:
         return int(os.environ[name])
@@ -231,6 +236,10 @@ class TorchrunPool:
 
     def close(self) -> None:
         """Do nothing: the process is the worker."""
+
+    def room(self) -> float:
+        """Return the number of ranks, which cannot change."""
+        return self.world
 
     def run(
         self,
