@@ -100,7 +100,8 @@ class Replanner:
 
     def _searched(self, devices: int, function: Callable[[Any], Strategy]) -> tuple[Strategy, Compiled]:
         from piper.api.this_machine import devices_of_runs
-        from piper.api.tuning import tune
+        from piper.api.tuning_problem import problem_of
+        from piper_autotune import tune
 
         def fitting(trial: Any) -> Strategy:
             strategy = function(trial)
@@ -108,7 +109,10 @@ class Replanner:
                 raise JobError(f"{strategy.mesh} has {strategy.mesh.world} ranks, and {_counted(devices)} are left")
             return strategy
 
-        study = tune(self._job, fitting, cluster=devices_of_runs(devices), costs=self._costs, trials=TRIALS, workers=0)
+        cluster = devices_of_runs(devices)
+        limit = max(kind.device.memory_bytes for kind in cluster.kinds)
+        problem, more = problem_of(self._job, cluster, self._costs, limit, None)
+        study = tune(problem, fitting, trials=TRIALS, workers=0, **more)
         assert study.best is not None, "a search that found nothing has raised"
         return study.best, compile(self._job, study.best, costs=self._costs)
 

@@ -203,7 +203,8 @@ class RayPool(TeamPool[_Team]):
 
     `cluster` is as for `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it.
     `gpus` are per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. The output
-    of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks that die.
+    of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks that
+    die.
     """
 
     def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None, spares: int = 0):

@@ -67,7 +67,10 @@ def ranks_that_fit(ray: Any, gpus: int) -> int:
 
 @dataclass
 class SpareRoom:
-    """Keep a placement group from team to team, with room for `spares` more ranks; `dead` are the bundles of ranks that died."""
+    """Keep a placement group from team to team, with room for `spares` more ranks.
+
+    `dead` are the bundles of ranks that died.
+    """
 
     spares: int
     dead: set[int] = field(default_factory=set)

@@ -25,7 +25,8 @@ class Restart:
         lost: the ranks whose process died; empty where a rank raised or hung.
         resumed: the step with which the run went on.
         ranks: how many ranks went on.
-        seconds: from the moment at which the failure was known to the end of the next step; None where no step was left.
+        seconds: from the moment at which the failure was known to the end of the next step; None where no step was
+            left.
     """
 
     step: int
@@ -118,7 +119,7 @@ class Recovery:
         self._raised_in = self.next if raised else None
 
     def _helps(self, error: PiperError) -> bool:
-        """Return whether another attempt may go better: of a rank's own failure, or of workers that did not come up again."""
+        """Return whether another attempt may go better: after a rank's failure, or when workers did not start again."""
         if isinstance(error, NonFiniteLossError):
             return False
         return isinstance(error, RankError | HangError) or (bool(self.restarts) and isinstance(error, ExecutionError))
