@@ -112,3 +112,31 @@ def test_actors_go_on_with_fewer_ranks(ray_address: str, tmp_path: Path) -> None
         assert asked == [3] and pool.world == 2
     assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
     assert found.restarts[0].ranks == 2
+
+
+def killing_ray(step: int, folder: Path) -> Callable[[int, range], Any]:
+    """Return a batch function that kills the raylet of its actor in this step, once."""
+
+    def killing(now: int, rows: range) -> Any:
+        time.sleep(0.05)
+        if now == step:
+            try:
+                (folder / "killed").touch(exist_ok=False)
+            except FileExistsError:
+                return batch(now, rows)
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        return batch(now, rows)
+
+    return killing
+
+
+@pytest.mark.long
+def test_a_run_goes_on_in_another_ray_when_its_own_has_died(tmp_path: Path) -> None:
+    plan, job = chain(pp=2, optimizer=adamw)
+    with RayPool(2, cluster="local") as pool, pytest.warns(PiperWarning, match=r"Restart 1 of 1: the run goes on with step [24]"):
+        found = execute(
+            plan, CODE, replace(job, batch=killing_ray(5, tmp_path)), steps=8, launcher="ray", pool=pool, restarts=1,
+            checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False),
+        )  # fmt: skip
+    assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)

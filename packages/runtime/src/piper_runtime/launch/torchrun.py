@@ -85,7 +85,8 @@ def _join() -> _Member:
     global _member
     if _member is None:
         rank, world = _number("RANK"), _number("WORLD_SIZE")
-        store, interface = dist.PrefixStore("piper", _store()), _interface(world)
+        # torchrun's store outlives its ranks: those that are started again must not read what earlier ones have left.
+        store, interface = dist.PrefixStore(f"piper-{restart_count()}", _store()), _interface(world)
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         heart = memoryview(array("q", LOADING_HEART))
         communicators = GlooCommunicators(dist.PrefixStore("channels", store), rank, interface)
