@@ -67,6 +67,7 @@ def test_mistakes_are_one_message(tmp_path: Path) -> None:
     fails(piper(*run, "--launcher", "inline", "--on-loss", "replan"), "--on-loss replan: a run that may not be started again")
     fails(piper(*run, "--launcher", "inline", "--on-loss", "replan", "--restarts", 1), "inline", "has no devices to lose")
     fails(piper(*run, "--on-loss", "wait", "--restarts", 1), "--on-loss wait")
+    fails(piper(*run, "--launcher", "inline", "--spares", 1), "--spares 1", '"inline" runs on this machine')
     fails(piper(*run, "--emulate", "h100x8", "--restarts", 1), "--emulate trains nothing: leave out")
     path.with_name("failed").unlink(missing_ok=True)
     fails(piper(*run, "--launcher", "inline"), "the disk is away")

@@ -65,6 +65,7 @@ from piper.cli.options import (
     SearchersOption,
     SeedOption,
     SpaceFileArgument,
+    SparesOption,
     StepsOption,
     StorageOption,
     StrategyFileOption,
@@ -169,6 +170,7 @@ def run(
     resume: ResumeOption = False,
     restarts: RestartsOption = 0,
     on_loss: OnLossOption = "restart",
+    spares: SparesOption = 0,
     loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
@@ -181,7 +183,7 @@ def run(
 
         (running.launch if print_launch else running.run)(running.RunArguments(
             file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
-            checkpoint, every, resume, loader, restarts, on_loss,
+            checkpoint, every, resume, loader, restarts, on_loss, spares,
         ))  # fmt: skip
 
 
@@ -202,6 +204,7 @@ def launch(
     resume: ResumeOption = False,
     restarts: RestartsOption = 0,
     on_loss: OnLossOption = "restart",
+    spares: SparesOption = 0,
     loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
@@ -215,6 +218,7 @@ def launch(
         running.launch(running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
             as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader, restarts=restarts, on_loss=on_loss,
+            spares=spares,
         ))  # fmt: skip
 
 

@@ -169,6 +169,9 @@ OnLossOption = Annotated[
         help="with --restarts: a worker that died is replaced, or its device is gone and a strategy for fewer is chosen",
     ),
 ]
+SparesOption = Annotated[
+    int, typer.Option("--spares", min=0, help="on Ray, keep room for so many more workers, which replace those that die")
+]
 AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
 
@@ -211,6 +214,7 @@ ARGUMENTS = (
     "loader",
     "restarts",
     "on_loss",
+    "spares",
     "steps",
     "rows",
 )

@@ -44,6 +44,7 @@ class RunArguments:
     loader: str = LOADER
     restarts: int = 0
     on_loss: str = "restart"
+    spares: int = 0
 
     def checkpoints(self) -> Checkpoints | None:
         """Return where and how often the run is saved; raise JobError for options that need a folder."""
@@ -75,6 +76,7 @@ def launch(arguments: RunArguments) -> None:
         "--loader": a.loader if a.loader != LOADER else None,
         "--restarts": a.restarts or None,
         "--on-loss": a.on_loss if a.on_loss != "restart" else None,
+        "--spares": a.spares or None,
     }
     a.checkpoints()
     refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
@@ -139,6 +141,7 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
         launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
         timeout_s=a.timeout_s, log=logs, ranges=a.ranges, checkpoint=a.checkpoints(), resume=a.resume,
         loader=loader_of(a.loader), restarts=a.restarts, on_loss=a.on_loss, fallbacks=job_file.function,
+        spares=a.spares,
     )  # fmt: skip
     steps = a.steps or _steps_left(job_file.steps, settings)
     with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():

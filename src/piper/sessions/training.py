@@ -47,6 +47,7 @@ class Settings:
         resume: Whether to go on from the newest complete checkpoint of `checkpoint`.
         loader: As in `piper_runtime.execute`.
         restarts: As in `piper.execute`, and so is `on_loss`.
+        spares: As in `piper_runtime.execute`.
         fallbacks: The `strategy` of `piper.execute`.
     """
 
@@ -65,6 +66,7 @@ class Settings:
     loader: str | int = "thread"
     restarts: int = 0
     on_loss: str = "restart"
+    spares: int = 0
     fallbacks: Fallbacks | None = None
 
     def first_step(self) -> int:
@@ -160,6 +162,7 @@ def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path |
             folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
             checkpoint=settings.checkpoint, resume="latest" if settings.resume else None, loader=settings.loader,
             restarts=settings.restarts, on_loss=settings.on_loss, replan=replanner,
+            spares=settings.spares,
         )  # fmt: skip
     except Interrupted as e:
         if folder is not None:
