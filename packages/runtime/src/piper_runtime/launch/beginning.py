@@ -86,11 +86,11 @@ def next_beginning(first: Beginning, plan: Plan, job: Job) -> Beginning:
 
 def under_torchrun(
     recovering: RecoveryOptions, checkpoint: Checkpoints | None, resume: str | Path | None, first_step: int | None, steps: int
-) -> tuple[RecoveryOptions, str | Path | None, int]:
+) -> tuple[RecoveryOptions, Path | None, int]:
     """Return what to do where torchrun starts the ranks: it alone can start them again, in new processes.
 
-    In those, a run with restarts goes on from its newest complete checkpoint with the steps that are left. Raises
-    JobError for what cannot be.
+    In those, a run with restarts goes on from its newest complete checkpoint, which is returned, with the steps that
+    are left. Raises JobError for what cannot be.
     """
     if recovering.replan is not None:
         raise JobError(
@@ -99,10 +99,10 @@ def under_torchrun(
         )
     alone = replace(recovering, restarts=0)
     if not recovering.restarts or checkpoint is None or resume is not None or not restart_count():
-        return alone, resume, steps
+        return alone, None, steps
     found = complete_checkpoints(checkpoint.path)
     newest, begin = max(found, default=0), first_step or 0
-    return (alone, found[newest], begin + steps - newest) if newest > begin else (alone, resume, steps)
+    return (alone, found[newest], begin + steps - newest) if newest > begin else (alone, None, steps)
 
 
 @contextmanager

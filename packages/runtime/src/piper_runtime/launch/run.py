@@ -76,8 +76,9 @@ def execute(
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
     if launcher == "processes" and is_active():
-        recovering, resume, steps = under_torchrun(recovering, checkpoint, resume, first_step, steps)
-    begin = beginning_of(plan, job, checkpoint, resume, first_step if resume is None else None)
+        recovering, again, steps = under_torchrun(recovering, checkpoint, resume, first_step, steps)
+        resume, first_step = (resume, first_step) if again is None else (again, None)
+    begin = beginning_of(plan, job, checkpoint, resume, first_step)
     options = RunOptions(
         steps, timeout_s, trace, memory, gradients, ranges, on_step is not None or restarts > 0, begin.step, begin.checkpoint,
         loader,
