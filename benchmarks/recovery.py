@@ -1,6 +1,6 @@
 """Measure the seconds from the kill of a worker to the end of the next step of its run.
 
-A small GPT trains on two workers and saves every tenth step. One of the workers kills itself at a random instant and
+A small GPT trains on two workers and saves every fifth step. One of the workers kills itself at a random instant and
 writes it down. The launcher notices, ends the other worker, starts both again, reads the newest checkpoint, and trains.
 The interval ends when the launcher hears of the first step that is done after that.
 """
@@ -26,22 +26,24 @@ from piper_ir.errors import ExecutionError, PiperWarning
 from piper_runtime.launch import Restart, StepRecord, open_pool
 
 KILLED_S = (0.3, 1.3)
-"""The least and the longest time from the first microbatch of an attempt to its kill."""
+"""The least and the longest time from the second step of an attempt to its kill."""
 GOALS = {"processes": Goal("below", 8.0), "ray": Goal("below", 15.0)}
-EVERY, STEPS = 10, 100_000
+EVERY, STEPS = 5, 100_000
 ENOUGH = "enough"
 """The name of the file that ends the run."""
 
 
 class KilledBatches:
-    """Give the batches of a job, and kill the process that comes first in every attempt but the last."""
+    """Give the batches of a job, and kill the process that comes first in every attempt, until enough is measured."""
 
-    def __init__(self, batch: Any, folder: Path, kills: int) -> None:
-        self.batch, self.folder, self.kills = batch, folder, kills
+    def __init__(self, batch: Any, folder: Path) -> None:
+        self.batch, self.folder = batch, folder
+        self._first = -1
         self._armed = False
 
     def __call__(self, step: int, rows: range) -> Any:
-        if not self._armed:
+        self._first = step if self._first < 0 else self._first
+        if not self._armed and step > self._first:
             self._armed = True
             self._arm()
         if (self.folder / ENOUGH).exists():
@@ -51,14 +53,15 @@ class KilledBatches:
     def _arm(self) -> None:
         """Kill this process after a while, unless another one is to be killed in this attempt."""
         attempt = len([*self.folder.glob("failed-*")])
-        if attempt < self.kills:
-            try:
-                (self.folder / f"armed-{attempt}").touch(exist_ok=False)
-            except FileExistsError:
-                return
-            threading.Timer(random.Random(attempt).uniform(*KILLED_S), self._die, [attempt]).start()
+        try:
+            (self.folder / f"armed-{attempt}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        threading.Timer(random.Random(attempt).uniform(*KILLED_S), self._die, [attempt]).start()
 
     def _die(self, attempt: int) -> None:
+        if (self.folder / ENOUGH).exists():
+            return
         (self.folder / f"killed-{attempt}").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -68,26 +71,29 @@ def intervals(launcher: str, kills: int) -> list[float]:
     from examples.gpt_text import job
 
     compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=8)))
-    found: list[float] = []
+    found, pending = list[float](), list[bool]()
     with tempfile.TemporaryDirectory() as name, open_pool(launcher, 2) as pool:
         folder = Path(name)
 
         def failed(restart: Restart) -> None:
-            (folder / f"failed-{len(found)}").touch()
+            (folder / f"failed-{len([*folder.glob('failed-*')])}").touch()
+            pending.append(True)
 
         def heard(record: StepRecord) -> None:
-            if (folder / f"failed-{len(found)}").exists():
-                found.append(time.monotonic() - float((folder / f"killed-{len(found)}").read_text()))
+            if pending:  # of kills without a step in between, the interval of the last one counts
+                pending.clear()
+                last = len([*folder.glob("failed-*")]) - 1
+                found.append(time.monotonic() - float((folder / f"killed-{last}").read_text()))
                 if len(found) == kills:
                     (folder / ENOUGH).touch()
 
-        killed = replace(job, batch=KilledBatches(job.batch, folder, kills))
+        killed = replace(job, batch=KilledBatches(job.batch, folder))
         saved = piper.Checkpoints(folder / "saved", every=EVERY)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PiperWarning)
             try:
                 piper.execute(
-                    compiled, killed, steps=STEPS, launcher=launcher, pool=pool, checkpoint=saved, restarts=kills, on_step=heard,
+                    compiled, killed, steps=STEPS, launcher=launcher, pool=pool, checkpoint=saved, restarts=3 * kills, on_step=heard,
                     on_restart=failed, memory=False,
                 )  # fmt: skip
             except ExecutionError:
