@@ -93,8 +93,8 @@ def intervals(launcher: str, kills: int) -> list[float]:
             warnings.simplefilter("ignore", PiperWarning)
             try:
                 piper.execute(
-                    compiled, killed, steps=STEPS, launcher=launcher, pool=pool, checkpoint=saved, restarts=3 * kills, on_step=heard,
-                    on_restart=failed, memory=False,
+                    compiled, killed, steps=STEPS, launcher=launcher, pool=pool, checkpoint=saved, restarts=3 * kills,
+                    on_step=heard, on_restart=failed, memory=False,
                 )  # fmt: skip
             except ExecutionError:
                 if len(found) < kills:
