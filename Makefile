@@ -7,7 +7,7 @@ PACKAGES := $(wildcard packages/*/pyproject.toml)
 MANIFESTS := constraints.txt pyproject.toml VERSION $(PACKAGES)
 INSTALLED := $(VENV)/.installed
 
-# What `make run` does; `make run RUN="... another command"` replaces it.
+# What `make run` does; `make run RUN="... another command"` replaces it. With --no-kill at its end no worker is killed.
 RUN ?= $(PY) examples/gpt_text.py
 # More arguments for pytest: `make test ARGS="-k capture -x"`.
 ARGS ?=
@@ -30,7 +30,7 @@ help: ## this list
 
 install: $(INSTALLED) ## create .venv with everything pinned (the other targets do it when needed)
 
-run: $(INSTALLED) ## profile, tune, confirm and train a small GPT on two Ray workers; a report of it
+run: $(INSTALLED) ## profile, tune, confirm and train a small GPT on two Ray workers; a report of it; go on after a kill
 	$(RUN)
 
 check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on the packages and src/piper

@@ -41,6 +41,7 @@ SECTIONS = {
     "formula": "formula:rows",
     "host": "host_cost:rows",
     "faults": "faults:rows",
+    "recovery": "recovery:rows",
     "loader": "loader:rows",
     "step": "step_time:rows",
     "prediction": "prediction:rows",

@@ -1,6 +1,7 @@
 """A small byte-level GPT on real text (the Python standard library's source), for two workers.
 
-python examples/gpt_text.py            the loop: profile, tune in simulation, confirm the best two, train 60 steps, report
+python examples/gpt_text.py            the loop: profile, tune in simulation, confirm the best two, train 60 steps, report;
+                                       then a worker is killed, and the training goes on (--no-kill leaves this out)
 piper simulate examples/gpt_text.py    a prediction alone, for the strategy of `params`; -p pp=1 for another
 piper tune examples/gpt_text.py        the search alone
 piper run examples/gpt_text.py         training alone
@@ -10,7 +11,13 @@ piper explain examples/gpt_text.py     what runs where, and why
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
 import sysconfig
+import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,8 @@ import piper
 
 WIDTH, HEADS, LAYERS, CONTEXT, VOCAB = 128, 4, 6, 128, 256
 GLOBAL_BATCH, STEPS = 32, 60
+KILLED_STEPS, SAVED_EVERY, KILLED_IN = 12, 5, 7
+"""The second, short training: its steps, how often it is saved, and the step in which a worker is killed."""
 
 
 class Block(nn.Module):
@@ -117,15 +126,46 @@ def unigram_entropy() -> float:
     return float(-(p * p.clamp_min(1e-300).log()).sum())
 
 
+def killing_batch(mark: Path, step: int, rows: range) -> tuple[Tensor, Tensor]:
+    """Give the same rows as `batch`, but kill the first worker that asks for those of step KILLED_IN, once."""
+    if step == KILLED_IN:
+        try:
+            mark.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        except FileExistsError:
+            pass  # it was killed already
+    return batch(step, rows)
+
+
+def outlive_a_kill(compiled: piper.Compiled, losses: list[float]) -> None:
+    """Train the first steps again, with a worker that is killed; the losses must be those of the run before."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        killed = replace(job, batch=partial(killing_batch, folder / "killed"))
+        saved = piper.Checkpoints(folder / "saved", every=SAVED_EVERY)
+        run = piper.execute(compiled, killed, steps=KILLED_STEPS, launcher="processes", checkpoint=saved, restarts=1)
+    far = max(abs(a - b) / abs(b) for a, b in zip(run.losses, losses[:KILLED_STEPS], strict=True))
+    for r in run.restarts:
+        print(
+            f"killed in step {r.step}: the run went on from step {r.resumed}; its next step was done after {r.seconds or 0:.1f} s"
+        )
+    print(f"losses of its {KILLED_STEPS} steps and of the run before differ by at most {far:.0e} of their size")
+    if len(run.restarts) != 1 or not far < 1e-4:
+        raise SystemExit("a run that lost a worker is not equal to one that did not")
+
+
 def main() -> None:
     from piper.sessions.autopilot import loop
     from piper.sessions.training import Settings
 
-    run = loop(job, strategy, baseline=params, steps=STEPS, settings=Settings(name="gpt_text")).run
+    done = loop(job, strategy, baseline=params, steps=STEPS, settings=Settings(name="gpt_text"))
+    run = done.run
     entropy = unigram_entropy()
     print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
     if not math.isfinite(run.losses[-1]) or run.losses[-1] > 0.95 * entropy:
         raise SystemExit(f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong")
+    if "--no-kill" not in sys.argv[1:]:
+        outlive_a_kill(done.compiled, run.losses)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
     file.write_text(FAILING.format(path=sys.path, action="raise ValueError('bad')"))
     done = start(file, "--standalone", "--nproc-per-node", "2")
     assert done.returncode != 0
-    said = r"<0 ExecutionError: rank 0, step 1, instruction \d+ .*ValueError: bad"
+    said = r"<0 RankError: rank 0, step 1, instruction \d+ .*ValueError: bad"
     assert re.search(said, done.stdout), done.stdout + done.stderr
 
 
@@ -126,7 +126,7 @@ def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        ("raise SystemExit(0)", r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
+        ("raise SystemExit(0)", r"RankError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
         ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
     ],
 )

@@ -36,6 +36,7 @@ class Compiled:
         code: The functions of the program's chunks.
         trainable: Names of the parameters that had requires_grad when the model was captured.
         advancing: Buffers of the job's model that advance once per microbatch.
+        strategy: What was compiled.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class Compiled:
     code: CodeStore | None = None
     trainable: frozenset[str] | None = None
     advancing: tuple[Advancing, ...] = ()
+    strategy: Strategy | None = None
 
 
 @checked_call(CompileError)
@@ -77,7 +79,7 @@ def compile(
         )
     if isinstance(source, Program):
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
-        return Compiled(source, lowered.graph, lowered.plan)
+        return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch)
     captured = under_policies(captured, policies_of(strategy.directives))
     with _remarks_in_errors(captured):
@@ -93,7 +95,9 @@ def compile(
     check_separable(spec, lowered.plan)
     check_data(source, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
-    made = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing)
+    made = Compiled(
+        lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing, strategy
+    )
     if notice := advancing_notice(made):
         warnings.warn(notice, PiperWarning, stacklevel=2)
     return made

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.compiling import Compiled, check_separable
 from piper.api.metrics import check_logs, recorded
-from piper.api.results import hang_report, new_folder, save_run, unless_empty
+from piper.api.replanning import Fallbacks, Replanner, check_on_loss, exported
+from piper.api.results import hang_report, new_folder, restart_log, save_run, unless_empty
 from piper_ir.errors import JobError, OutputError, PiperWarning, PlanError
 from piper_ir.keywords import check_keywords, checked_call
 
@@ -89,6 +90,9 @@ def execute(
     on_step: Callable[[StepRecord], object] | None = None,
     checkpoint: Checkpoints | None = None,
     resume: str | Path | None = None,
+    restarts: int = 0,
+    on_loss: str = "restart",
+    strategy: Fallbacks | None = None,
     **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps.
@@ -113,6 +117,14 @@ def execute(
         checkpoint: Where and how often the state is saved.
         resume: "latest", the newest complete checkpoint in the folder of `checkpoint`, or the path of one. The run goes
             on from there with `steps` more steps; another strategy than that of then may run it.
+        restarts: How many times the run is started again after a rank died, raised or hung: from the newest complete
+            checkpoint, without one from where it began. What failed is in `Run.restarts`. A loss that is not finite, a
+            mistake in the job, and an exception that comes again in the same step end the run.
+        on_loss: "restart" takes a rank that died to be replaced: the same plan runs again. "replan" takes its device to
+            be gone: the run goes on with fewer devices and the same global batch.
+        strategy: For "replan", the strategies for fewer devices: a function of a trial, which is searched in
+            simulation, or a list, of which the first one that fits is taken. By default the compiled strategy on the
+            largest legal mesh, with its recipe if it has one.
         more: Other keywords of `piper_runtime.execute`.
 
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
@@ -127,9 +139,10 @@ def execute(
         from piper.api.emulation import emulate
 
         check_keywords("execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError)
-        if log or on_step is not None or checkpoint is not None or resume is not None:
+        if log or on_step is not None or checkpoint is not None or resume is not None or restarts or on_loss != "restart":
             raise JobError(
-                'execute(launcher="emulated"): nothing is trained, so there is nothing for log, on_step, checkpoint and resume'
+                'execute(launcher="emulated"): nothing is trained, so there is nothing for log, on_step, checkpoint and resume, '
+                "nor for restarts"
             )
         return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
     check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
@@ -142,6 +155,7 @@ def execute(
             'launcher="emulated" any cluster to imitate'
         )
     check_autocast()
+    check_on_loss(on_loss, strategy, restarts, launcher)
     check_logs(log)
     check_same_job(compiled, chosen)
     check_same_program(compiled)
@@ -150,14 +164,15 @@ def execute(
     if not is_first():  # under torchrun one of the ranks writes for all
         folder, out, log = None, None, ()
     folder = new_folder(Path(out), "run") if out is not None else folder
-    codes = [c.code for c in (*compiled.plan.chunks, *compiled.plan.variants)]
-    code = compiled.code.export(codes, compiled.plan.rows)
+    if on_loss == "replan" and more.get("replan") is None:
+        more["replan"] = Replanner(compiled, chosen, strategy)
     options: dict[str, Any] = dict(
         steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory
     )
-    options |= {"trainable": compiled.trainable, "checkpoint": checkpoint, "resume": resume}
+    options |= {"trainable": compiled.trainable, "checkpoint": checkpoint, "resume": resume, "restarts": restarts}
+    more["on_restart"] = restart_log(folder, more.get("on_restart"))
     with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
-        result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
+        result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options, **more)
     if folder is not None:
         try:
             save_run(folder, result, compiled.plan.tokens_per_step)

@@ -10,6 +10,8 @@ A folder holds the files of its command; `piper report` shows them.
 - trace-predicted.json, trace-measured.json: the same for Chrome's viewer.
 - weights.pt: the model's state_dict after the last step of `piper run`.
 - metrics.jsonl: one object per step.
+- restarts.jsonl: one object per failure after which a run went on, written when it happens. measured.json has the same
+  at the end, with the seconds that each took.
 - hang.txt: where every rank was when a run hung.
 - study.json, costs.json: of a tuning and of a profile.
 """
@@ -19,18 +21,21 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper_ir.errors import HangError, OutputError
+from piper_ir.errors import HangError, OutputError, PiperWarning
 from piper_ir.plan import Plan
 from piper_ir.tools import write_whole
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy
     from piper_runtime import Run
+    from piper_runtime.launch import Restart
     from piper_simulator import Simulation
 
 
@@ -139,7 +144,9 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
     with _writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
         times = {"step_s": run.step_s, "batch_s": run.batch_s, "period_s": run.period_s, "tokens_per_s": rate}
-        numbers = {"losses": run.losses, **times, "peak_bytes": dict(run.peak_bytes)}
+        numbers: dict[str, Any] = {"losses": run.losses, **times, "peak_bytes": dict(run.peak_bytes)}
+        if run.restarts:
+            numbers["restarts"] = [asdict(restart) for restart in run.restarts]
         write_whole(folder / "measured.json", json.dumps(numbers, indent=1))
         if run.trace.spans:
             write_whole(folder / "spans-measured.json", dumps(run.trace))
@@ -164,6 +171,23 @@ def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
         finally:
             unfinished.unlink(missing_ok=True)
     return path
+
+
+def restart_log(folder: Path | None, also: Callable[[Restart], object] | None) -> Callable[[Restart], object] | None:
+    """Return a function that writes a failure after which a run goes on into its folder, and calls another one."""
+    if folder is None:
+        return also
+
+    def noted(restart: Restart) -> None:
+        try:
+            with (folder / "restarts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(restart)) + "\n")
+        except OSError as e:  # the run is worth more
+            warnings.warn(f"restarts.jsonl in {folder} cannot be written: {e.strerror}", PiperWarning, stacklevel=2)
+        if also is not None:
+            also(restart)
+
+    return noted
 
 
 @contextmanager

@@ -7,17 +7,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.capturing import program_at, under_policies
 from piper.api.clusters import chosen_cluster
-from piper.api.compiling import compile, trained_job
+from piper.api.compiling import compile
 from piper.api.results import new_folder, unless_empty
-from piper_autotune import Confirmation, SearchError, SearchProgress, Study, TuningProblem
+from piper.api.tuning_problem import problem_of
+from piper_autotune import Confirmation, SearchError, SearchProgress, Study
 from piper_autotune import tune as search
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
@@ -162,31 +160,6 @@ def saved(folder: Path | None) -> Iterator[None]:
             if folder is not None:
                 e.study.save(folder)
             raise
-
-
-def problem_of(
-    source: Job | Program,
-    cluster: Cluster | None,
-    costs: Costs | None,
-    limit: int | None,
-    global_batch: int | None,
-    model: CostModelFactory = DeviceModel,
-) -> tuple[TuningProblem, dict[str, Any]]:
-    """Return the tuning problem, and the keywords that bring a job's programs to the workers."""
-    if isinstance(source, Program):
-        return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
-    captured, spec, training = trained_job("tune", source, global_batch)
-    one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
-    problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
-    modules: tuple[ModuleType, ...] = (
-        import_module(type(spec).__module__),
-    )  # by value: a worker that imported it would import torch
-
-    def under(policies: tuple[str, ...], rows: int) -> Program:
-        found = under_policies(captured, policies)
-        return program_at(found, rows) if rows else found.program
-
-    return problem, {"at_rows": lambda rows: program_at(captured, rows), "under": under, "modules": modules}
 
 
 def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:

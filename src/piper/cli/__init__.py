@@ -3,6 +3,7 @@
 This room may import every other room of `piper`; no other room imports it. Heavy imports happen inside of the commands.
 """
 
-from piper.cli.commands import app, main
+from piper.cli.commands import app
+from piper.cli.entry import main
 
 __all__ = ["app", "main"]

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from piper.cli.checkpoints import checkpoint
-from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
+from piper.cli.interrupts import INTERRUPTED
 from piper.cli.options import (
     LOADER,
     LOG,
@@ -48,6 +48,7 @@ from piper.cli.options import (
     MicrobatchesOption,
     NoContentionOption,
     NodesOption,
+    OnLossOption,
     OtherArgument,
     OutOption,
     ParamsOption,
@@ -58,11 +59,13 @@ from piper.cli.options import (
     RecipeNameOption,
     RepeatsOption,
     RepetitionsOption,
+    RestartsOption,
     ResumeOption,
     RowsOption,
     SearchersOption,
     SeedOption,
     SpaceFileArgument,
+    SparesOption,
     StepsOption,
     StorageOption,
     StrategyFileOption,
@@ -73,7 +76,6 @@ from piper.cli.options import (
     pairs,
     user_errors,
 )
-from piper.cli.pipes import open_output
 from piper_ir.errors import JobError
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -166,6 +168,9 @@ def run(
     checkpoint: CheckpointOption = None,
     every: EveryOption = None,
     resume: ResumeOption = False,
+    restarts: RestartsOption = 0,
+    on_loss: OnLossOption = "restart",
+    spares: SparesOption = 0,
     loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
@@ -178,7 +183,7 @@ def run(
 
         (running.launch if print_launch else running.run)(running.RunArguments(
             file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
-            checkpoint, every, resume, loader,
+            checkpoint, every, resume, loader, restarts, on_loss, spares,
         ))  # fmt: skip
 
 
@@ -197,6 +202,9 @@ def launch(
     checkpoint: CheckpointOption = None,
     every: EveryOption = None,
     resume: ResumeOption = False,
+    restarts: RestartsOption = 0,
+    on_loss: OnLossOption = "restart",
+    spares: SparesOption = 0,
     loader: LoaderOption = LOADER,
     as_json: AsJsonOption = False,
 ) -> None:
@@ -209,7 +217,8 @@ def launch(
 
         running.launch(running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
-            as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader,
+            as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader, restarts=restarts, on_loss=on_loss,
+            spares=spares,
         ))  # fmt: skip
 
 
@@ -384,17 +393,3 @@ def doctor(as_json: AsJsonOption = False) -> None:
         print(json.dumps([asdict(f) for f in findings]) if as_json else text(findings))
         if any(f.state == "missing" for f in findings):
             raise typer.Exit(1)
-
-
-def main() -> None:
-    """Run the `piper` command."""
-    open_output()
-    hear()
-    try:
-        app()
-    except SystemExit as e:
-        with user_errors():
-            sys.stdout.flush()
-        if e.code in (INTERRUPTED, TERMINATED):
-            leave(e.code)
-        raise

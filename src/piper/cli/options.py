@@ -158,6 +158,20 @@ ResumeOption = Annotated[
         help="go on from the newest checkpoint of --checkpoint, with any strategy; without --steps up to the file's steps",
     ),
 ]
+RestartsOption = Annotated[
+    int, typer.Option("--restarts", min=0, help="start again so often after a worker died, raised or hung, from --checkpoint")
+]
+OnLossOption = Annotated[
+    str,
+    typer.Option(
+        "--on-loss",
+        metavar="restart|replan",
+        help="with --restarts: a worker that died is replaced, or its device is gone and a strategy for fewer is chosen",
+    ),
+]
+SparesOption = Annotated[
+    int, typer.Option("--spares", min=0, help="on Ray, keep room for so many more workers, which replace those that die")
+]
 AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
 
@@ -198,6 +212,9 @@ ARGUMENTS = (
     "resume",
     "seed",
     "loader",
+    "restarts",
+    "on_loss",
+    "spares",
     "steps",
     "rows",
 )

@@ -42,6 +42,9 @@ class RunArguments:
     every: int | None = None
     resume: bool = False
     loader: str = LOADER
+    restarts: int = 0
+    on_loss: str = "restart"
+    spares: int = 0
 
     def checkpoints(self) -> Checkpoints | None:
         """Return where and how often the run is saved; raise JobError for options that need a folder."""
@@ -71,6 +74,9 @@ def launch(arguments: RunArguments) -> None:
         "--every": a.every,
         "--resume": a.resume,
         "--loader": a.loader if a.loader != LOADER else None,
+        "--restarts": a.restarts or None,
+        "--on-loss": a.on_loss if a.on_loss != "restart" else None,
+        "--spares": a.spares or None,
     }
     a.checkpoints()
     refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
@@ -84,7 +90,7 @@ def launch(arguments: RunArguments) -> None:
     for flag, value in options.items():
         if value is not None and value is not False:
             given += [flag] if value is True else [flag, str(value)]
-    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given)
+    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts)
     lines = {name: section.lines for name, section in sections.items()}
     print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
 
@@ -106,8 +112,8 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
     saved = a.checkpoint is not None or a.every is not None or a.resume
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER:
-        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume and --loader"
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or a.restarts:
+        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts and --loader"
         raise JobError(f"--emulate trains nothing: leave out {left}")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():
@@ -134,7 +140,8 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
     settings = Settings(
         launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
         timeout_s=a.timeout_s, log=logs, ranges=a.ranges, checkpoint=a.checkpoints(), resume=a.resume,
-        loader=loader_of(a.loader),
+        loader=loader_of(a.loader), restarts=a.restarts, on_loss=a.on_loss, fallbacks=job_file.function,
+        spares=a.spares,
     )  # fmt: skip
     steps = a.steps or _steps_left(job_file.steps, settings)
     with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
 from piper.api.execution import execute
 from piper.api.metrics import check_logs
+from piper.api.replanning import Fallbacks, Replanner, check_on_loss
 from piper.api.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
 from piper.views.display import show
 from piper.views.reporting import report_at_end
@@ -45,6 +46,9 @@ class Settings:
         checkpoint: As in `piper.execute`.
         resume: Whether to go on from the newest complete checkpoint of `checkpoint`.
         loader: As in `piper_runtime.execute`.
+        restarts: As in `piper.execute`, and so is `on_loss`.
+        spares: As in `piper_runtime.execute`.
+        fallbacks: The `strategy` of `piper.execute`.
     """
 
     launcher: str = "ray"
@@ -60,6 +64,10 @@ class Settings:
     checkpoint: Checkpoints | None = None
     resume: bool = False
     loader: str | int = "thread"
+    restarts: int = 0
+    on_loss: str = "restart"
+    spares: int = 0
+    fallbacks: Fallbacks | None = None
 
     def first_step(self) -> int:
         """Return the step with which the run begins; raise JobError or FormatError where it cannot be resumed."""
@@ -99,6 +107,8 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
 
     check_logs(settings.log)
     costs = settings.durations()
+    fallbacks = settings.fallbacks if settings.on_loss == "replan" else None
+    check_on_loss(settings.on_loss, fallbacks, settings.restarts, settings.launcher)
     compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s, settings.loader)
     begin = settings.first_step()
@@ -116,7 +126,10 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
             f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher {settings.launcher}"
         )
-        run = _executed(compiled, steps, settings, folder)
+        replanner = Replanner(compiled, job, fallbacks, costs) if settings.on_loss == "replan" else None
+        run = _executed(compiled, steps, settings, folder, replanner)
+        if replanner is not None and replanner.strategy is not None:
+            compiled, prediction = _replanned(replanner, folder, costs)
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
     if folder is not None:
         _keep_weights(folder, run)
@@ -125,7 +138,21 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     return Session(compiled, prediction, run, folder)
 
 
-def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path | None) -> Run:
+def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -> tuple[Compiled, Simulation]:
+    """Predict what a run went on with on fewer devices, and put it in the place of what it began with."""
+    from piper.api.this_machine import devices_of_runs
+
+    compiled, strategy = replanner.compiled, replanner.strategy
+    assert strategy is not None
+    prediction = simulate(compiled.plan, devices_of_runs(compiled.plan.mesh.world), costs=costs)
+    if folder is not None:
+        save_plan(folder, compiled.plan, strategy)
+        save_prediction(folder, prediction)
+    print(f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices were lost")
+    return compiled, prediction
+
+
+def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path | None, replanner: Replanner | None) -> Run:
     """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
     from piper_runtime.launch import Interrupted
 
@@ -134,6 +161,8 @@ def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path |
             compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
             folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
             checkpoint=settings.checkpoint, resume="latest" if settings.resume else None, loader=settings.loader,
+            restarts=settings.restarts, on_loss=settings.on_loss, replan=replanner,
+            spares=settings.spares,
         )  # fmt: skip
     except Interrupted as e:
         if folder is not None:
@@ -156,5 +185,12 @@ def _print_step(record: StepRecord) -> None:
 def as_numbers(done: Session) -> dict[str, Any]:
     """Return a session for programs."""
     run = done.run
-    measured = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "peak_bytes": dict(run.peak_bytes)}
+    measured: dict[str, Any] = {
+        "losses": run.losses,
+        "step_s": run.step_s,
+        "period_s": run.period_s,
+        "peak_bytes": dict(run.peak_bytes),
+    }
+    if run.restarts:
+        measured["restarts"] = [asdict(restart) for restart in run.restarts]
     return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}

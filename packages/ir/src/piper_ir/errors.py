@@ -61,6 +61,14 @@ class ExecutionError(PiperError, RuntimeError):
     """A run failed; the message names rank, instruction and peer."""
 
 
+class RankError(ExecutionError):
+    """A rank died, raised, or lost its peer; `lost` are the ranks whose process died."""
+
+    def __init__(self, message: str, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
 class HangError(ExecutionError, TimeoutError):
     """No rank made progress for too long; `report` shows every rank's last instructions in several lines."""
 

@@ -24,6 +24,7 @@ from piper_report.tables import (
     headline,
     owner_sheet,
     rank_sheet,
+    restart_sheet,
     source_sheet,
     step_sheet,
     trial_text,
@@ -132,7 +133,7 @@ def _summary(results: Results) -> PageSection:
     warnings += [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
     if results.predicted is not None or results.measured is not None:
         items += [headline(results), DEFINITIONS]
-    items += [s for s in (rank_sheet(results), source_sheet(results)) if s is not None]
+    items += [s for s in (restart_sheet(results), rank_sheet(results), source_sheet(results)) if s is not None]
     return PageSection("summary", "Headline", warnings, items)
 
 

@@ -107,12 +107,36 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class SavedRestart:
+    """Hold one failure of a run that went on.
+
+    Attributes:
+        step: the first step that was not finished.
+        error: the class of the error.
+        message: what was wrong.
+        lost: the ranks whose process died.
+        resumed: the step with which the run went on.
+        ranks: how many ranks went on.
+        seconds: until the end of the next step.
+    """
+
+    step: int
+    error: str
+    message: str
+    lost: tuple[int, ...]
+    resumed: int
+    ranks: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Measured:
     """Hold measured.json.
 
     Attributes:
         period_s: the median seconds per step in steady state; None for short runs.
         tokens_per_s: tokens per second in steady state.
+        restarts: what failed while the run went on.
     """
 
     losses: tuple[float, ...]
@@ -120,6 +144,7 @@ class Measured:
     period_s: float | None = None
     tokens_per_s: float | None = None
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    restarts: tuple[SavedRestart, ...] = ()
 
 
 @dataclass(frozen=True)

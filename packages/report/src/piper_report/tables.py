@@ -206,6 +206,16 @@ def step_sheet(results: Results) -> Sheet | None:
     return sheet("steps", "Steps", columns, rows) if rows else None
 
 
+def restart_sheet(results: Results) -> Sheet | None:
+    """Return what failed while a run went on, and how it went on each time; None when nothing did."""
+    found = results.measured.restarts if results.measured is not None else ()
+    columns = [Column("step", "in step"), Column("resumed", "went on with step"), Column("ranks", "ranks"),
+               Column("lost", "ranks that died"), Column("seconds", "to the next finished step", time_text),
+               Column("message", "failure")]  # fmt: skip
+    rows = [(r.step, r.resumed, r.ranks, ", ".join(map(str, r.lost)) or None, r.seconds, r.message) for r in found]
+    return sheet("restarts", "Restarts", columns, rows) if rows else None
+
+
 def cost_sheet(results: Results) -> Sheet | None:
     """Return every duration of a profile with its subject, and below it where and when they were measured."""
     if results.costs is None:

@@ -16,7 +16,7 @@ from typing import assert_never
 import torch
 
 from piper_ir.collectives import Law
-from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.errors import ExecutionError, PiperError, RankError
 from piper_ir.plan import COMPUTE
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
@@ -199,12 +199,10 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(whole.chunk(len(given))) if law.writes == "part" else [whole] * len(given)
 
 
-def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> ExecutionError:
+def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
     """Return the exception of a part as an error that names where it happened."""
     found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-    return ExecutionError(
-        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"
-    )
+    return RankError(f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}")
 
 
 def _stuck(state: _State) -> str:

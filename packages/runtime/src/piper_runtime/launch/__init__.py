@@ -10,6 +10,7 @@ from piper_runtime.launch.launchers import Workers, check_launcher, check_starta
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.ray_cluster import RayWording, connect
+from piper_runtime.launch.recovery import Replan, Restart
 from piper_runtime.launch.report import Interrupted, StepRecord, measured_counter
 from piper_runtime.launch.result import WARMUP_STEPS, Run
 from piper_runtime.launch.run import check_request, execute
@@ -22,6 +23,8 @@ __all__ = [
     "Interrupted",
     "Pool",
     "RayWording",
+    "Replan",
+    "Restart",
     "Run",
     "StepRecord",
     "WARMUP_STEPS",

@@ -14,9 +14,10 @@ from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.restoring import unheld_tensors
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
-from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, prepare_folder
+from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, complete_checkpoints, prepare_folder
 from piper_runtime.checkpoint.sole_writer import sole_writer
-from piper_runtime.launch.torchrun import is_first
+from piper_runtime.launch.recovery import RecoveryOptions
+from piper_runtime.launch.torchrun import is_first, restart_count
 from piper_runtime.rank.job import InitialState, Job, constructed_only, materialize
 
 
@@ -33,6 +34,13 @@ class Beginning:
     step: int
     saved: SavedRun | None
     checkpoint: Checkpoints | None
+
+    @property
+    def state_text(self) -> str:
+        """Return from which state the run begins, for people."""
+        if self.saved is not None:
+            return f"the checkpoint {self.saved.path}"
+        return "the beginning: there is no checkpoint" + (" yet" if self.checkpoint is not None else "")
 
 
 def beginning_of(
@@ -74,6 +82,41 @@ def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
     if saved is None:
         return materialize(job)
     return replace(materialize(constructed_only(job)), restored=unheld_tensors(saved, plan))
+
+
+def next_beginning(first: Beginning, plan: Plan, job: Job) -> Beginning:
+    """Return where a run that failed goes on: at its newest complete checkpoint, else where it began.
+
+    Raises as `beginning_of`.
+    """
+    found = {} if first.checkpoint is None else complete_checkpoints(first.checkpoint.path)
+    newest = max(found, default=0)
+    if newest > first.step:
+        return beginning_of(plan, job, first.checkpoint, found[newest], None)
+    if first.saved is not None:
+        return beginning_of(plan, job, first.checkpoint, first.saved.path, None)
+    return beginning_of(plan, job, first.checkpoint, None, first.step)
+
+
+def under_torchrun(
+    recovering: RecoveryOptions, checkpoint: Checkpoints | None, resume: str | Path | None, first_step: int | None, steps: int
+) -> tuple[RecoveryOptions, Path | None, int]:
+    """Return what to do where torchrun starts the ranks: it alone can start them again, in new processes.
+
+    In those, a run with restarts goes on from its newest complete checkpoint, which is returned, with the steps that
+    are left. Raises JobError for what cannot be.
+    """
+    if recovering.replan is not None:
+        raise JobError(
+            'on_loss="replan": torchrun has started the ranks, and their number cannot change; use launcher="ray", or '
+            '"processes" without torchrun'
+        )
+    alone = replace(recovering, restarts=0)
+    if not recovering.restarts or checkpoint is None or resume is not None or not restart_count():
+        return alone, None, steps
+    found = complete_checkpoints(checkpoint.path)
+    newest, begin = max(found, default=0), first_step or 0
+    return (alone, found[newest], begin + steps - newest) if newest > begin else (alone, None, steps)
 
 
 @contextmanager

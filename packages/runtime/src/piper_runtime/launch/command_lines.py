@@ -21,21 +21,24 @@ class Section:
 
 
 def launch_sections(
-    file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = ()
-) -> dict[str, Section]:
+    file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = (),
+    restarts: int = 0,
+) -> dict[str, Section]:  # fmt: skip
     """Return the commands to run a file's `world` ranks with torchrun, Slurm and Ray.
 
     Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
     "torchrun-nodes", "slurm" and "ray". `gpus` asks for a GPU for each rank; `arguments` are more arguments of `piper
-    run`. HEAD stands for the first machine's name. Raises JobError when the ranks do not divide over the nodes.
+    run`; torchrun starts failed ranks again up to `restarts` times. HEAD stands for the first machine's name. Raises
+    JobError when the ranks do not divide over the nodes.
     """
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
         raise JobError(f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides {world}")
     each = world // nodes
     text = shlex.join(["run", str(file), *arguments])
-    ranks = f"--nproc-per-node {each} -m piper {text} --launcher processes"
-    alone = f"torchrun --standalone --nproc-per-node {world} -m piper {text} --launcher processes"
+    again = f"--max-restarts {restarts} " if restarts else ""
+    ranks = f"{again}--nproc-per-node {each} -m piper {text} --launcher processes"
+    alone = f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher processes"
     meet = f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}"
     return {
         "torchrun": Section("torchrun, one machine", alone),

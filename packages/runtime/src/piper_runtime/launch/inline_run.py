@@ -86,7 +86,7 @@ def _train(ranks: Sequence[Rank], options: RunOptions, progress: Progress, repor
                 break
     saves.finish(done)
     for rank in ranks:
-        reports[rank.rank].close(rank, spans[rank.rank] if options.trace else [], counters.get(rank.rank))
+        reports[rank.rank].close(rank, spans.get(rank.rank, []) if options.trace else [], counters.get(rank.rank))
     return interrupt.asked
 
 
@@ -110,9 +110,10 @@ class _Saves:
         self._hand_on()
 
     def close(self) -> None:
-        """Wait for writes that go on, also behind a step that failed."""
+        """Wait for writes that go on, also behind a step that failed; what they have written counts."""
         for saver in self._savers:
             saver.close()
+        self._hand_on()
 
     def _hand_on(self) -> None:
         while self._said:

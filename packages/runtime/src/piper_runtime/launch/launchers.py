@@ -41,6 +41,9 @@ class Workers(Protocol):
     def close(self) -> None:
         """End all workers; a later run starts new ones."""
 
+    def room(self) -> float:
+        """Return for how many ranks there is room now; infinite where nobody knows."""
+
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
 
@@ -65,13 +68,13 @@ def check_startable(launcher: str) -> None:
         check_ray()
 
 
-def open_pool(launcher: str, world: int, *, cluster: str = "auto") -> Workers:
-    """Return workers of a launcher other than "inline"; `cluster` is for "ray", as in `RayPool`."""
+def open_pool(launcher: str, world: int, *, cluster: str = "auto", spares: int = 0) -> Workers:
+    """Return workers of a launcher other than "inline"; `cluster` and `spares` are for "ray", as in `RayPool`."""
     check_launcher(launcher)
     if launcher == "ray":
         from piper_runtime.launch.ray_launcher import RayPool
 
-        return RayPool(world, cluster=cluster)
+        return RayPool(world, cluster=cluster, spares=spares)
     from piper_runtime.launch import torchrun
     from piper_runtime.launch.processes import Pool
 

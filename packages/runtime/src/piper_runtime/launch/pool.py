@@ -67,6 +67,10 @@ class TeamPool(ABC, Generic[T]):
         """End all workers; a later run starts new ones."""
         self._end_team()
 
+    def room(self) -> float:
+        """See `piper_runtime.launch.launchers.Workers`."""
+        return math.inf
+
     @abstractmethod
     def start(self) -> T:
         """Start the workers, unless they run already; raise ExecutionError when they do not come up."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from piper_ir.errors import ExecutionError
+from piper_ir.errors import ExecutionError, RankError
 from piper_ir.plan import Plan
 from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import check_environments, environment
@@ -25,7 +25,7 @@ from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.progress import OnSave, OnStep
 from piper_runtime.launch.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.launch.ray_cluster import RayLink, connect
-from piper_runtime.launch.ray_placement import RankHost, place_ranks
+from piper_runtime.launch.ray_placement import RankHost, SpareRoom, place_ranks, ranks_that_fit
 from piper_runtime.launch.report import aligned
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S
 from piper_runtime.rank import device
@@ -41,12 +41,16 @@ CLOCK_SAMPLES = 9
 
 @dataclass
 class _Team:
-    """Hold running actors, by rank; `fault` is asked every LOOK_AT_RAY_S which of Ray's own processes has died."""
+    """Hold running actors, by rank; `fault` is asked every LOOK_AT_RAY_S which of Ray's own processes has died.
+
+    The placement group ends with the team unless the pool keeps it (`kept`).
+    """
 
     ray: Any
     fault: Callable[[], str]
     group: Any
     places: list[RankHost]
+    kept: bool = False
     actors: list[Any] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -91,7 +95,7 @@ class _Team:
         self.ray_at = time.monotonic() + LOOK_AT_RAY_S
         if problem := self.fault():
             self.broken = True
-            raise ExecutionError(
+            raise RankError(
                 f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine ran out of memory (dmesg), and "
                 "start the run again"
             )
@@ -176,7 +180,8 @@ class _Team:
         with suppress(self.ray.exceptions.RayError):  # a cluster that is gone has nothing left
             for actor in self.actors:
                 self.ray.kill(actor)
-            self.ray.util.remove_placement_group(self.group)
+            if not self.kept:
+                self.ray.util.remove_placement_group(self.group)
         deadline = time.monotonic() + GONE_S
         here = {p for p, place in zip(self.pids, self.places) if place.here}
         while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
@@ -198,20 +203,43 @@ class RayPool(TeamPool[_Team]):
 
     `cluster` is as for `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it.
     `gpus` are per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. The output
-    of workers stays in Ray's logs.
+    of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks that
+    die.
     """
 
-    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
+    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None, spares: int = 0):
         super().__init__(world)
         self._cluster, self._threads, self._gpus = cluster, threads, gpus
         self._link: RayLink | None = None
+        self._spare_room = SpareRoom(spares) if spares else None
 
     def close(self) -> None:
         """End all actors, and Ray if it was started for them."""
         super().close()
         if self._link is not None:
+            if self._spare_room is not None:
+                self._spare_room.release(self._link.ray)
             self._link.close()
         self._link = None
+
+    def room(self) -> float:
+        return super().room() if self._link is None else ranks_that_fit(self._link.ray, self._gpus_per_rank(self._link.ray))
+
+    def _gpus_per_rank(self, ray: Any) -> int:
+        return gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
+
+    def _end_team(self) -> None:
+        team = self._team
+        super()._end_team()
+        if team is None:
+            return
+        if self._spare_room is not None:
+            self._spare_room.dead |= {team.places[rank].bundle for rank in team.deaths}
+        if team.broken and self._link is not None:  # a next run needs another Ray
+            self._link.close()
+            if self._spare_room is not None:
+                self._spare_room.release(self._link.ray)
+            self._link = None
 
     def run(
         self,
@@ -225,7 +253,7 @@ class RayPool(TeamPool[_Team]):
             return super().run(plan, requests, timeout_s, on_step, on_save)
         except Exception as e:
             if self._link is not None and isinstance(e, self._link.ray.exceptions.RayError):
-                raise ExecutionError(f"Ray {_cause(e)}") from e
+                raise RankError(f"Ray {_cause(e)}") from e
             raise
 
     def start(self) -> _Team:
@@ -233,11 +261,11 @@ class RayPool(TeamPool[_Team]):
         if self._team is not None:
             return self._team
         if self._link is None:
-            self._link = connect(self._cluster, self.world)
-        ray = self._link.ray
-        gpus = gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
-        group, places = place_ranks(ray, self.world, gpus)
-        team = self._keep(_Team(ray, self._link.fault, group, places))
+            self._link = connect(self._cluster, self.world + (self._spare_room.spares if self._spare_room is not None else 0))
+        ray, gpus = self._link.ray, self._gpus_per_rank(self._link.ray)
+        place = place_ranks if self._spare_room is None else self._spare_room.place
+        group, places = place(ray, self.world, gpus)
+        team = self._keep(_Team(ray, self._link.fault, group, places, kept=self._spare_room is not None))
         try:
             _bring_up(team, self._threads, gpus)
         except BaseException:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from piper_ir.errors import ExecutionError
@@ -56,6 +57,49 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
             RankHost(bundle, node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"] == here)
         )
     return group, places
+
+
+def ranks_that_fit(ray: Any, gpus: int) -> int:
+    """Return how many ranks the living nodes can hold, with one CPU and `gpus` GPUs each, if nobody else takes them."""
+    found = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    return sum(int(min(r.get("CPU", 0.0), r.get("GPU", 0.0) / gpus if gpus else r.get("CPU", 0.0))) for r in found)
+
+
+@dataclass
+class SpareRoom:
+    """Keep a placement group from team to team, with room for `spares` more ranks.
+
+    `dead` are the bundles of ranks that died.
+    """
+
+    spares: int
+    dead: set[int] = field(default_factory=set)
+    _group: Any = None
+    _hosts: list[RankHost] = field(default_factory=list)
+
+    def place(self, ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
+        """Return the group and the hosts of a team's ranks: bundles where none died as long as there are enough.
+
+        When too few nodes are left, room is looked for anew, without spares. Raises as `place_ranks`.
+        """
+        if self._group is not None:
+            nodes = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+            alive = [host for host in self._hosts if host.node in nodes]
+            unhurt = [host for host in alive if host.bundle not in self.dead]
+            if len(alive) >= world:
+                return self._group, (unhurt if len(unhurt) >= world else alive)[:world]
+            self.release(ray)
+            self.spares = 0
+        self._group, self._hosts = place_ranks(ray, world + self.spares, gpus)
+        return self._group, self._hosts[:world]
+
+    def release(self, ray: Any) -> None:
+        """Give the room back."""
+        group, self._group = self._group, None
+        self.dead.clear()
+        if group is not None and ray.is_initialized():
+            with suppress(ray.exceptions.RayError):  # a cluster that is gone has nothing left
+                ray.util.remove_placement_group(group)
 
 
 def _reserve(ray: Any, bundles: list[dict[str, float]], strategies: list[str]) -> Any:

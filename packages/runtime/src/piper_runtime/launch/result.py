@@ -11,6 +11,7 @@ import torch
 from piper_ir.errors import JobError
 from piper_ir.trace import Trace
 from piper_runtime.engine.memory import MemoryRecord
+from piper_runtime.launch.recovery import Restart
 from piper_runtime.rank.job import InitialState
 
 WARMUP_STEPS = 3
@@ -31,6 +32,8 @@ class Run:
         memory: bytes alive in each instruction; empty when not asked for.
         batch_s: of step_s, the seconds of waiting for Job.batch, of the rank that waited most.
         first_step: the number of the step that `losses` begins with.
+        restarts: what failed while the run went on, and how it went on each time. `losses`, `step_s` and `batch_s` have
+            each step once; all else is of the last attempt.
     """
 
     losses: list[float]
@@ -44,6 +47,7 @@ class Run:
     _initial: InitialState = field(repr=False)
     batch_s: list[float] = field(default_factory=list)
     first_step: int = 0
+    restarts: tuple[Restart, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.

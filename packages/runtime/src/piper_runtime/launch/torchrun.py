@@ -50,6 +50,11 @@ def is_first() -> bool:
     return not is_active() or _number("RANK") == 0
 
 
+def restart_count() -> int:
+    """Return how many times torchrun has started these processes again."""
+    return _number("TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
+
+
 def _number(name: str) -> int:
     try:
         return int(os.environ[name])
@@ -80,7 +85,8 @@ def _join() -> _Member:
     global _member
     if _member is None:
         rank, world = _number("RANK"), _number("WORLD_SIZE")
-        store, interface = dist.PrefixStore("piper", _store()), _interface(world)
+        # torchrun's store outlives its ranks: those that are started again must not read what earlier ones have left.
+        store, interface = dist.PrefixStore(f"piper-{restart_count()}", _store()), _interface(world)
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         heart = memoryview(array("q", LOADING_HEART))
         communicators = GlooCommunicators(dist.PrefixStore("channels", store), rank, interface)
@@ -231,6 +237,10 @@ class TorchrunPool:
 
     def close(self) -> None:
         """Do nothing: the process is the worker."""
+
+    def room(self) -> float:
+        """Return the number of ranks, which cannot change."""
+        return self.world
 
     def run(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import piper_ir.errors
-from piper_ir.errors import ExecutionError, HangError, PiperError
+from piper_ir.errors import ExecutionError, HangError, PiperError, RankError
 from piper_ir.ops import COMM
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
@@ -107,10 +107,12 @@ class Watch:
         failure = failures[first]
         if failure is None:
             seen = "".join(f"; {self._place(r)}" for r in others)
-            return ExecutionError(f"rank {first} {self.team.exit_reason(first)}: {self._place(first)}{seen}")
-        kind = getattr(piper_ir.errors, failure.kind, ExecutionError)
+            lost = tuple(r for r in order if failures[r] is None)
+            return RankError(f"rank {first} {self.team.exit_reason(first)}: {self._place(first)}{seen}", lost)
+        kind = getattr(piper_ir.errors, failure.kind, RankError)
         node = self.team.node(first)
-        error: PiperError = kind(f"{failure.message} (rank {first} on {node})" if node else failure.message)
+        message = f"{failure.message} (rank {first} on {node})" if node else failure.message
+        error: PiperError = RankError(message) if kind is ExecutionError else kind(message)
         if failure.details:
             error.add_note(f"on rank {first}:\n{failure.details}")
         return error

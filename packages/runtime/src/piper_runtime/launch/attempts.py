@@ -1,0 +1,127 @@
+"""Run a plan until its steps are done, again after failures where that is allowed, and return one result of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+from piper_ir.errors import JobError, PiperError
+from piper_ir.plan import Plan
+from piper_runtime.engine.trace import executed_trace
+from piper_runtime.launch.beginning import Beginning, committing, next_beginning
+from piper_runtime.launch.inline_run import run_inline
+from piper_runtime.launch.joined import joined_gradients, joined_states
+from piper_runtime.launch.launchers import Workers, open_pool
+from piper_runtime.launch.progress import Progress
+from piper_runtime.launch.recovery import Recovery
+from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord
+from piper_runtime.launch.request import make_requests
+from piper_runtime.launch.result import WARMUP_STEPS, Run
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.job import InitialState, Job
+
+TRACED = (
+    "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
+    "some 30 us each, which other steps do not"
+)
+
+
+def check_spares(spares: int, launcher: str, pool: Workers | None) -> None:
+    """Raise JobError when no room can be kept for this many more ranks."""
+    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+        raise JobError(f"spares={spares!r}: an integer of at least 0 is needed")
+    if spares and launcher != "ray":
+        raise JobError(f'spares={spares}: launcher "{launcher}" runs on this machine; launcher="ray" keeps room on others')
+    if spares and pool is not None:
+        raise JobError(f"spares={spares}: the pool that is given has its own workers; leave spares out")
+
+
+@contextmanager
+def workers_of(launcher: str, world: int, cluster: str, spares: int, pool: Workers | None) -> Iterator[Workers | None]:
+    """Yield the workers of a run: those that are given, or some of its own; None where ranks run in this process."""
+    if launcher == "inline":
+        yield None
+    elif pool is not None:
+        yield pool
+    else:
+        with open_pool(launcher, world, cluster=cluster, spares=spares) as own:
+            yield own
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Run one job with the same workers and options, as often as is needed.
+
+    Attributes:
+        first: where the first attempt begins.
+        options: those of the first attempt.
+        workers: None where ranks run in this process.
+    """
+
+    job: Job
+    initial: InitialState
+    first: Beginning
+    options: RunOptions
+    workers: Workers | None
+
+    def devices(self, plan: Plan, spares: int) -> int:
+        """Return how many ranks there can be at the beginning."""
+        return plan.mesh.world if self.workers is None else max(plan.mesh.world, self.workers.world) + spares
+
+    def run(self, plan: Plan, code: ExportedCode, recovery: Recovery) -> Run:
+        """Return the result of all steps; raise the error of an attempt after which the run does not go on."""
+        begin = self.first
+        while True:
+            try:
+                reports = self._attempt(plan, code, begin, recovery)
+            except Interrupted as e:
+                e.run = self._result(plan, e.reports, recovery)
+                raise
+            except PiperError as e:
+                recovery.check(e)
+                plan, code = recovery.replanned(e, plan, code, float("inf") if self.workers is None else self.workers.room())
+                if self.workers is not None and recovery.replans:
+                    self.workers.world = plan.mesh.world
+                begin = next_beginning(self.first, plan, self.job)
+                recovery.goes_on(e, begin.step, plan, begin.state_text)
+            else:
+                return self._result(plan, reports, recovery)
+
+    def _attempt(self, plan: Plan, code: ExportedCode, begin: Beginning, recovery: Recovery) -> Mapping[int, RankReport]:
+        """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
+        left = self.first.step + self.options.steps - begin.step
+        # Without steps, ranks only bring back the state of the checkpoint.
+        options = replace(self.options, steps=left, first_step=begin.step, checkpoint=begin.checkpoint if left else None)
+        on_step = recovery.heard if options.stream else None
+        with committing(options.checkpoint, plan, self.job, self.initial) as on_save:
+            if self.workers is None:
+                progress = Progress(plan, on_step, on_save, begin.step)
+                return run_inline(plan, code, self.job, self.initial, options, progress, begin.saved)
+            requests = make_requests(plan, code, self.job, self.initial, options, begin.saved)
+            return self.workers.run(plan, requests, options.timeout_s, on_step, on_save)
+
+    def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:
+        found: list[StepRecord] = []
+        first = min(r.first_step for r in reports.values())
+        Progress(plan, found.append, first_step=first).finish(reports)
+        records = recovery.records(found)
+        losses, step_s = [r.loss for r in records], [r.step_s for r in records]
+        notes = {"peak_bytes": MEASURED} if self.options.memory else {}
+        if any(r.spans for r in reports.values()):
+            notes["traced step"] = f"{found[-1].step_s:.6g} s; {TRACED}"
+        if error := max(r.clock_error_s for r in reports.values()):
+            notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
+        spans = {r: rep.spans for r, rep in reports.items()}
+        points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
+        waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
+        trace = executed_trace(plan, first + len(found) - 1, spans, points, losses, notes, waits)
+        return Run(
+            losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
+            {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
+            joined_states(plan, reports), joined_gradients(plan, reports),
+            {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, self.initial, [r.batch_s for r in records],
+            records[0].step if records else first, tuple(recovery.restarts),
+        )  # fmt: skip
