@@ -39,6 +39,7 @@ from piper.cli.options import (
     FileArgument,
     JitterOption,
     JitterSeedOption,
+    KeepOption,
     LauncherOption,
     LoaderOption,
     LogOption,
@@ -221,6 +222,7 @@ def profile(
     launcher: ProfileLauncherOption = "processes",
     address: AddressOption = "auto",
     rows: RowsOption = None,
+    keep: KeepOption = None,
     repeats: RepeatsOption = 7,
     out: CostsOutOption = Path("costs.json"),
     as_json: AsJsonOption = False,
@@ -239,7 +241,9 @@ def profile(
 
         recipe = load_file(file, pairs(params), strategy)
         check_costs_path(out)
-        costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
+        costs = measure(
+            recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, keep=keep or (), repeats=repeats
+        )
         save_costs(out, costs)
         print(dumps(costs)) if as_json else show(costs_table(costs, title=f"costs of {file.name}"))
         print(f"costs are in {out}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from piper_ir.collectives import COLLECTIVES, law_of
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import channels_plan, group_channel
 from piper_runtime.rank.parts import Thunk
@@ -23,6 +24,10 @@ ISSUE_S = 50e-6
 """The seconds in which a host surely issues a message to a device."""
 FEWEST, MOST = 3, 100
 """The bounds of the number of messages in a block."""
+MEETING = "all_reduce"
+"""The collective by which ranks meet."""
+MOST_OF_PAIRS = 1 << 20
+"""The most bytes at which collectives between pairs are measured; no directive makes them yet."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,18 @@ class Messages:
         everyone = tuple(range(world))
         self._channels = channels_plan(world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)])))
         gloo.connect(self._channels)
-        self._meeting = gloo.bind(_reduction(everyone, torch.zeros(1)))
+        self._meeting = gloo.bind(_bound(MEETING, everyone, torch.zeros(1)))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         _finish(self._meeting)
 
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
-        """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks.
+        """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks every collective.
 
         A pair sends a message there and one back. Groups are those of every partition of the ranks into groups of equal
-        size. All pairs go at once, and all groups of a partition.
+        size. All pairs go at once, and all groups of a partition. Where tensors are made of a block per member, sizes
+        are rounded up to that.
         """
         self._carrier.connect(self._channels)
         found = []
@@ -79,9 +85,21 @@ class Messages:
                 found += self._blocks("p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats)
             for partition in self._partitions:
                 members = next(g for g in partition if self._rank in g)
-                turn = (self._carrier.bind(_reduction(members, tensor)),)
-                found += self._blocks("all_reduce", members, tensor, turn, repeats)
+                for kind, law in COLLECTIVES.items():
+                    if law.route == "ring" or size <= MOST_OF_PAIRS:
+                        comm, whole = self._collective(kind, members, tensor)
+                        found += self._blocks(kind, members, whole, (self._carrier.bind(comm),), repeats)
         return found
+
+    def _collective(self, kind: str, members: tuple[int, ...], tensor: torch.Tensor) -> tuple[BoundComm, torch.Tensor]:
+        """Return a collective bound to tensors of its own, and a tensor of the size of its message."""
+        law, n = law_of(kind), len(members)
+        if not law.blocks:
+            return _bound(kind, members, tensor), tensor
+        each = -(-tensor.numel() // n)
+        ends = {"whole": each * n, "part": each}
+        given, got = (torch.zeros(ends[extent], device=self._device) for extent in (law.reads, law.writes))
+        return _bound(kind, members, given, got), given if law.reads == "whole" else got
 
     def _blocks(
         self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
@@ -119,8 +137,8 @@ class Messages:
         return there, back
 
 
-def _reduction(members: tuple[int, ...], tensor: torch.Tensor) -> BoundComm:
-    return BoundComm("all_reduce", group_channel(members), members, lambda: tensor)
+def _bound(kind: str, members: tuple[int, ...], given: torch.Tensor, got: torch.Tensor | None = None) -> BoundComm:
+    return BoundComm(kind, group_channel(members), members, lambda: given, None if got is None else lambda: got)
 
 
 def _finish(message: Callable[[], Any]) -> None:
