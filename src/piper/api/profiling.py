@@ -66,7 +66,7 @@ def profile(
 
     - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows;
     - the same of recomputation (R), under the strategy's policies and those of `keep`;
-    - updates, norms, buffers of gradients and their folds, where a rank keeps all of a bucket and where it keeps a part;
+    - updates, norms, buffers of gradients and their folds, of ranks that keep all of a bucket or a part;
     - point-to-point messages, all-reduces, all-gathers and reduce-scatters over groups of ranks, by size, up to the
       largest activation and the whole gradient (gloo, NCCL); all-to-alls up to 1 MiB;
     - seconds per instruction;
@@ -81,7 +81,7 @@ def profile(
         cluster: For "ray", as in `execute`.
         rows: Rows per microbatch. The default is divisors of the global batch from 1/32 to 1/2 of it, a factor of 2
             apart. The strategy's own are measured in any case.
-        keep: Further policies of recomputation, as `recompute` takes them. Without them R is interpolated from F.
+        keep: Further policies of recomputation, as `recompute` takes them. R of any other is interpolated from F.
         repeats: Passes.
         timeout_s: Seconds without progress after which a rank counts as hung.
         pool: Workers to use again.

@@ -53,7 +53,7 @@ predicted 3 % too short (docs/cuda.md).
 """
 
 CostKey = tuple[str, str, int]
-"""The key of a `StepDuration` (code, "F" | "R" | "I" | "W", rows) or of a `PartDuration` ("", name of the op, its amount)."""
+"""The key of a `StepDuration` (code, "F" | "R" | "I" | "W", rows) or of a `PartDuration` ("", name of op, amount)."""
 
 
 @dataclass(frozen=True)
