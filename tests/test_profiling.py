@@ -92,8 +92,8 @@ def test_messages_of_the_plan_and_a_grid_up_to_the_gradient_are_measured(costs: 
     traffic = PlanBytes(plan)
     own = {traffic.message_bytes(p.op, p) for _, _, i in plan.instructions() for p in i.parts if isinstance(p.op, COMM)}
     for op in ("p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        sizes, least = costs.bytes_of(op, 2), 4 if op in ("p2p", "all_reduce") else 8
-        assert {max(least, size) for size in own} <= set(sizes) and sizes[0] == least, "two equal blocks, or any size"
+        sizes, least = costs.bytes_of(op, 2), 4 if op in ("p2p", "all_reduce") else 1024
+        assert {size for size in own if size >= least} <= set(sizes) and min(own) < sizes[0] * 2 and sizes[0] >= least
         assert sizes[-1] >= 4 * sum(p.numel() for p in CASE.model().parameters())
     assert {c.nodes for c in costs.comm} == {1}
 
@@ -122,6 +122,17 @@ def test_a_simulation_finds_all_of_it(costs: Costs, strategy: piper.Strategy) ->
     shares = prediction.summary()["sources"]
     assert set(shares) <= {"measured", "interpolated"} and shares["measured"] > 0.5
     assert prediction.period_s >= 2 * NAP_S
+
+
+def test_what_an_older_file_lacks_is_computed_and_named(costs: Costs, tmp_path: Path) -> None:
+    comm = tuple(c for c in costs.comm if c.op in ("p2p", "all_reduce"))
+    old = replace(costs, comm=comm, parts=tuple(p for p in costs.parts if p.op not in ("Fresh", "Fold")))
+    save_costs(tmp_path / "old.json", old)
+    plan = compile(JOB, STRATEGIES["zero=2, products"]).plan
+    found = simulate(plan, cpu_local(), costs=load_costs(tmp_path / "old.json"))
+    assert "formula" in found.summary()["sources"]
+    (note,) = (n for n in found.notes if n.startswith("not in the costs, computed by formula: "))
+    assert "all_gather of " in note and "reduce_scatter of " in note
 
 
 def test_the_workers_can_be_used_for_a_run_afterwards(costs: Costs, pool: Pool) -> None:

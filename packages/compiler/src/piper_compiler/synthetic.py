@@ -38,8 +38,8 @@ def synthetic(
         F: seconds of a forward.
         I: seconds of an input gradient. B takes I + W.
         W: seconds of a weight gradient.
-        R: seconds in which what F keeps is made again from its input. With it `recompute(..., keep="inputs")` may select
-            stages.
+        R: seconds in which what F keeps is made again from its input. With them stages may be under
+            `recompute(..., keep="inputs")`.
         overlap: seconds of an overlapped forward-and-backward pair.
         activation: bytes that a chunk keeps for one microbatch from the start of F to the end of B.
         kept_after_I: bytes of these (default: all) that live on from I to W once backward is split.

@@ -22,12 +22,15 @@ BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
 """The bytes that the messages of one timed block add up to, against a clock's grain and bad wake-ups."""
 ISSUE_S = 50e-6
 """The seconds in which a host surely issues a message to a device."""
-FEWEST, MOST = 3, 100
-"""The bounds of the number of messages in a block."""
+FEWEST, MOST, MOST_OF_BLOCKS = 3, 100, 40
+"""The bounds of the number of messages in a block; the last is for collectives of blocks, which are larger and fewer."""
 MEETING = "all_reduce"
 """The collective by which ranks meet."""
-MOST_OF_PAIRS = 1 << 20
-"""The most bytes at which collectives between pairs are measured; no directive makes them yet."""
+LEAST_OF_BLOCKS, MOST_OF_PAIRS = 1 << 10, 1 << 20
+"""The fewest bytes at which collectives of blocks are measured, and the most at which those between pairs are.
+
+Blocks are parts of buckets, of 256 bytes and more; no directive makes collectives between pairs yet.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,11 @@ class Messages:
             for partition in self._partitions:
                 members = next(g for g in partition if self._rank in g)
                 for kind, law in COLLECTIVES.items():
-                    if law.route == "ring" or size <= MOST_OF_PAIRS:
+                    few, many = (
+                        law.blocks and size < min(LEAST_OF_BLOCKS, max(sizes)),
+                        law.route == "pairs" and size > MOST_OF_PAIRS,
+                    )
+                    if not (few or many):
                         comm, whole = self._collective(kind, members, tensor)
                         found += self._blocks(kind, members, whole, (self._carrier.bind(comm),), repeats)
         return found
@@ -106,7 +113,8 @@ class Messages:
     ) -> list[MessageSample]:
         """Return one sample, or none for a rank without a turn, which meets the others all the same."""
         each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
-        count = min(MOST, max(FEWEST, each // tensor.nbytes))
+        most = MOST if op in ("p2p", MEETING) else MOST_OF_BLOCKS
+        count = min(most, max(FEWEST, each // tensor.nbytes))
         seconds, busy = [], []
 
         def block(times: int = count) -> None:
