@@ -23,7 +23,7 @@ BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
 ISSUE_S = 50e-6
 """The seconds in which a host surely issues a message to a device."""
 FEWEST, MOST, MOST_OF_BLOCKS = 3, 100, 40
-"""The bounds of the number of messages in a block; the last is for collectives of blocks, which are larger and fewer."""
+"""The bounds of the number of messages in a block; the last is for collectives of buckets."""
 MEETING = "all_reduce"
 """The collective by which ranks meet."""
 LEAST_OF_BLOCKS, MOST_OF_PAIRS = 1 << 10, 1 << 20
