@@ -140,7 +140,9 @@ def page(setting: Setting, found: Sequence[Line], split: Sequence[tuple[System, 
         table=markdown(HEADER, [cells(x) for x in found]),
         batch=COMPARED[0],
         keep=COMPARED[1],
-        verdict=f"Not as published: {'; '.join(wrong)}." if wrong else "The script checks the order, and that our plans take at least the paper's batches:",
+        verdict=f"Not as published: {'; '.join(wrong)}."
+        if wrong
+        else "The script checks the order, and that our plans take at least the paper's batches:",
         split=markdown(SPLIT_HEADER, [split_cells(*x) for x in split]),
         assumed=markdown(("what", "how much", "source"), assumptions(setting)),
     )
