@@ -99,6 +99,7 @@ def test_gathers_and_scatters_have_the_colours_of_their_buffers(shared: Plan, si
     assert looks == {tint(PHASE_COLOURS[p], strength) for p, strength in gantt.SHARED.items()}
 
 
+@pytest.mark.long
 def test_the_report_has_the_lines(shared: Plan, simulation: Simulation, tmp_path: Path) -> None:
     save_plan(tmp_path, shared, strategy_of(3, "inputs"))
     save_prediction(tmp_path, simulation)
