@@ -45,6 +45,7 @@ SECTIONS = {
     "loader": "loader:rows",
     "step": "step_time:rows",
     "prediction": "prediction:rows",
+    "zero": "zero_prediction:rows",
     "tune": "tuner:rows",
 }
 """Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""

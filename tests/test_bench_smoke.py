@@ -48,6 +48,7 @@ from benchmarks import (
     tuner,
     tuner_space,
     zero_bubble_search,
+    zero_prediction,
 )
 from benchmarks import loader as measure_loader
 from benchmarks.measure import Goal, Row, machine, median_interval
@@ -465,3 +466,11 @@ def test_both_sides_on_a_device_train_the_same(monkeypatch: pytest.MonkeyPatch) 
     theirs.losses[2] += 1.0
     with pytest.raises(RuntimeError, match="the losses differ"):
         gpu.check_losses(ours, theirs, "float32")
+
+
+def test_a_dozen_strategies_share_states_or_recompute() -> None:
+    found = zero_prediction.strategies()
+    assert len(found) >= 12
+    for name, strategy in found.items():
+        replicated = [d.zero for d in strategy.directives if isinstance(d, piper.replicate)]
+        assert any(replicated) or any(isinstance(d, piper.recompute) for d in strategy.directives), name

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piper_compiler import Strategy, compile_program, recipes, synthetic
+from piper_compiler import Strategy, compile_program, recipes, recompute, synthetic
 from piper_compiler.directives import Directive
+from piper_ir.costs import CommDuration, Costs, Duration
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
+from piper_ir.select import where
 from piper_ir.timing import prepare, sweep
 from piper_simulator import simulate
 from piper_simulator.times.engine import run_engine
@@ -127,3 +129,32 @@ def test_negative_control_the_forms_tell_schedules_apart() -> None:
     """With latency, or in memory, GPipe and 1F1B are different schedules."""
     assert simulate(gpipe(4, 8, (3, 4, 2), 1.0)).step_s == 105 != simulate(one_f_one_b(4, 8, (3, 4, 2), 1.0)).step_s
     assert activations(gpipe(4, 8, (3, 4, 2))) != activations(one_f_one_b(4, 8, (3, 4, 2)))
+
+
+@BOTH
+@given(p=st.integers(2, 6), m=st.integers(1, 8), f=TIME, r=TIME, i=TIME, w=TIME)
+@settings(max_examples=EXAMPLES // 2)
+def test_recomputation_is_a_longer_backward_and_one_microbatch_in_memory(
+    recipe: Recipe, p: int, m: int, f: int, r: int, i: int, w: int
+) -> None:
+    program = synthetic(stages=p, F=f, I=i, W=w, R=r)
+    directives = (*recipe(pp=p, microbatches=m), recompute(where()))
+    plan = compile_program(program, Strategy(Mesh(pp=p), directives)).plan
+    assert simulate(plan).step_s == (m + p - 1) * (f + r + i + w)
+    assert activations(plan) == [1] * p
+
+
+@BOTH
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_states_that_replicas_share_cost_a_gather_before_and_a_scatter_behind(recipe: Recipe, zero: int) -> None:
+    """4 stages, 8 microbatches. Later stages gather in the first one's warm-up; the first stage's scatter is the last.
+
+    With zero=3 nothing is gathered: the steps of a synthetic program read no parameters.
+    """
+    gather, scatter = 5.0, 7.0
+    given = (CommDuration(op, 512, 2, Duration(s, "given")) for op, s in (("all_gather", gather), ("reduce_scatter", scatter)))
+    program = synthetic(stages=4, F=3, I=4, W=2, params=512)
+    shared = recipes.data_parallel(zero=zero, resident_mb="step", reduced_mb="step")
+    plan = compile_program(program, Strategy(Mesh(pp=4, dp=2), (*recipe(pp=4, microbatches=8), *shared))).plan
+    assert simulate(plan, costs=Costs(comm=tuple(given))).step_s == (gather if zero < 3 else 0) + (8 + 4 - 1) * 9 + scatter
+    assert simulate(plan).step_s == (8 + 4 - 1) * 9, "negative control: without seconds they take none"

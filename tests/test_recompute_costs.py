@@ -111,9 +111,28 @@ def test_gpt3_meets_its_goals() -> None:
 def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> None:
     job = dropout_job()
     target = piper.compile(job, Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where()))))
-    requests = profiling._requests(target, [profiling._one_device(job, rows) for rows in (1, target.plan.rows)], 1)
+    singles = [profiling._one_device(job, rows) for rows in (1, target.plan.rows)]
+    requests = profiling._requests(target, singles, [], [], 1)
     for request in requests.values():
         assert request.code[target.plan.rows].keys() == {c.code for c in (*target.plan.chunks, *target.plan.variants)}
+
+
+def test_a_profile_measures_the_policies_of_a_strategy_where_it_has_them_and_those_asked_for() -> None:
+    under = (piper.recompute(where(stage=0), keep="products"), piper.recompute(where(stage=1), group=2))
+    strategy = Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), *under))
+    target = piper.compile(dropout_job(), strategy)
+    first, second, third = profiling._policies(target, strategy, ("inputs", "attention"))
+    assert (first.keep, second.keep, second.group, third.keep) == ("products", "inputs", 2, "attention")
+    chunks = {keep: {p.op.chunk for p in parts_under(target.plan, keep)} for keep in ("products", "inputs")}
+    assert first.selection == where(chunk=tuple(sorted(chunks["products"])))
+    for policy in (first, second):
+        plan = profiling._one_device(dropout_job(), 2, policy).plan
+        assert {p.op.chunk for p in parts_under(plan, policy.keep)} == chunks[policy.keep]
+
+
+def parts_under(plan: Plan, keep: str) -> list[Any]:
+    parts = (p for role in plan.roles for i in role.program for p in i.parts)
+    return [p for p in parts if isinstance(p.op, Compute) and p.op.step == "R" and p.op.keep.removesuffix("!") == keep]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])

@@ -24,9 +24,9 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.measure import machine
+from benchmarks.paper.page import ROOT, markdown, printed, write_section
 from benchmarks.paper.stage import MIB, OPTIONS, Option, Ran, Setting, pair, step
 from piper_ir.errors import ClusterError, PiperError
 from piper_simulator import load_cluster
@@ -44,7 +44,6 @@ REACHED = ((16, 0.52), (32, 0.63), (64, 0.72))
 
 Source: SimAI, inputs/ratio/ata_ratio.csv at commit cef83f9ddd (MIT).
 """
-ROOT = Path(__file__).resolve().parents[2]
 PAGE, PICTURE = ROOT / "docs" / "paper.md", ROOT / "docs" / "paper" / "figure4.png"
 WIDTH = 150
 
@@ -184,27 +183,12 @@ def cells(of: Line) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def printed(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for k, name in enumerate(header):
-        table.add_column(name, justify="left" if k < 2 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(x)} |" for x in lines)
-
-
 TEXT = """\
-# The paper's interference, simulated
+## Interference
 
-Piper follows "Piper: A Programmable Distributed Training System" (arXiv 2606.11169). One of its figures shows an
-all-to-all of experts that becomes 1.46 times as long beside the all-reduce of data parallelism, since both use the
-same links. It also shows what a strategy can do about that. `python benchmarks/paper/figure4.py --write` writes this
-page; no GPU took part. The machine was:
+One figure shows an all-to-all of experts that becomes 1.46 times as long beside the all-reduce of data parallelism,
+since both use the same links. It also shows what a strategy can do about that. `python benchmarks/paper/figure4.py
+--write` writes this section. The machine was:
 {machine}.
 
 The table has two cases:
@@ -237,7 +221,7 @@ What is assumed:
 
 
 def page(rows: Sequence[Line], clusters: Sequence[str]) -> str:
-    """Return the text of docs/paper.md."""
+    """Return the text of the section of docs/paper.md."""
     part = 100 * 2 * (PAPER - 1) / PAPER  # half as fast for t: t / 2 + (1.46 - t) = 1, t / 1.46
     header = ("an all-to-all on two nodes", "part of its link that it reaches alone", "x alone beside the reduction")
     return TEXT.format(
@@ -311,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     printed(console, "An all-to-all beside a data-parallel all-reduce", HEADER, [cells(x) for x in rows])
     printed(console, "Assumed", ("what", "how much", "source"), assumptions(clusters))
     if options.write:
-        PAGE.write_text(page(rows, clusters), encoding="utf-8")
+        write_section(PAGE, "figure4", page(rows, clusters))
         draw(rows, PICTURE, CLUSTERS[0])
         console.print(f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}")
     return 0

@@ -18,7 +18,7 @@ from piper_report.style import house_style, new_figure, panels, picture
 from piper_report.tables import Column, sheet
 
 FIGURES = {"timeline", "memory", "loss", "step_time", "history", "pareto", "parameters"}
-TABLES = {"headline", "ranks", "sources", "owners", "steps", "confirmed", "rejected", "rules", "trials", "costs"}
+TABLES = {"headline", "ranks", "sources", "memory_lines", "owners", "steps", "confirmed", "rejected", "rules", "trials", "costs"}
 SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from packages.report.tests import samples
-from piper_ir.ops import Compute, ComputeStep, Load, Seed, SquaredNorm, Update
+from piper_ir.ops import Collective, Compute, ComputeStep, Fold, Fresh, Load, Seed, SquaredNorm, Update
 from piper_ir.phases import instr_label
 from piper_ir.plan import Instr, Part
 from piper_ir.trace import Span, Trace
@@ -28,10 +28,30 @@ def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
         (instr(("F", 0), ("F", 1)), "F0", "F"),
         (Instr("compute", (Part("norm", SquaredNorm(("b",), "float32")), Part("update", Update(("b",))))), "U", "U"),
         (Instr("compute", (Part("norm", SquaredNorm(("b",), "float32")),)), "", "other"),
+        (Instr("compute", (Part("fold", Fold("b"), 1), Part("fresh", Fresh("c"), 2))), "1", "fold"),
+        (Instr("compute", (Part("fold", Fold("b")), Part("norm", SquaredNorm(("b",), "float32")))), "", "other"),
+        (instr(("W", 3), first=[Part("fresh@3", Fresh("b"), 3)]), "W3", "W"),
+        (Instr("gather", (Part("gather", Collective("all_gather", "g", "b"), 2),)), "2", "gather"),
+        (Instr("scatter", (Part("scatter", Collective("reduce_scatter", "s")),)), "", "scatter"),
+        (Instr("reduce", (Part("reduce", Collective("all_reduce", "r", "b")),)), "", "comm"),
     ],
 )
 def test_of_an_instruction(made: Instr, label: str, phase: str) -> None:
     assert (instr_label(made).label, instr_label(made).phase) == (label, phase)
+
+
+@pytest.mark.parametrize(
+    ("made", "label", "again"),
+    [
+        (instr(("R", 1), ("I", 1), ("W", 1)), "B1", True),
+        (instr(("R", 1), ("I", 1)), "I1", True),
+        (instr(("R", 1)), "R1", False),
+        (instr(("I", 1), ("W", 1)), "B1", False),
+        (instr(("F", 2), ("R", 0), ("I", 0), ("W", 0)), "F2&B0", True),
+    ],
+)
+def test_a_backward_may_begin_with_recomputation(made: Instr, label: str, again: bool) -> None:
+    assert (instr_label(made).label, instr_label(made).again) == (label, again)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +66,9 @@ def test_of_an_instruction(made: Instr, label: str, phase: str) -> None:
         ("compute", "norm#pp0", "other", -1),
         ("pp0>pp1.act", "send.layer2:out0@5#pp1", "comm", 5),
         ("reduce", "reduce.bucket4#pp0", "comm", -1),
+        ("gather", "gather.bucket4#pp0.layer1.F@2", "gather", 2),
+        ("scatter", "scatter.bucket4#pp0.layer1.W@2", "scatter", 2),
+        ("compute", "fold.bucket4#pp0.layer1.W@2", "fold", 2),
     ],
 )
 def test_of_a_name(stream: str, name: str, phase: str, mb: int) -> None:

@@ -69,14 +69,19 @@ def test_a_device_sleeps_at_least_as_long_as_it_is_told(monkeypatch: pytest.Monk
     assert cycles == [22_000_000], "10 ms at 2.2 GHz; no device today is faster"
 
 
+def whole(nbytes: int, blocks: int) -> int:
+    """The bytes of float32 numbers in so many equal blocks."""
+    return 4 * blocks * -(-nbytes // (4 * blocks))
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_messages_between_all_ranks_are_measured(world: int) -> None:
     """Without a partner for the last rank too, which meets the others all the same. Here between threads."""
-    store, found = dist.HashStore(), {}
+    store, found, sizes = dist.HashStore(), {}, [4, 1 << 20, 1 << 21]
 
     def rank(r: int) -> None:
         messages = Messages(r, world, GlooCommunicators(store, r), HostClock(), torch.device("cpu"), lambda: None)
-        found[r] = messages.measure([4, 1 << 20], 2)
+        found[r] = messages.measure(sizes, 2)
 
     threads = [threading.Thread(target=rank, args=(r,), daemon=True) for r in range(world)]
     for thread in threads:
@@ -86,7 +91,12 @@ def test_messages_between_all_ranks_are_measured(world: int) -> None:
     pair = {0: (0, 1), 1: (0, 1)}
     for r in range(world):
         kinds = [*(["p2p"] if world > 1 and r in pair else []), *(["all_reduce"] if world > 1 else [])]
-        assert [(s.op, s.bytes) for s in found[r]] == [(k, n) for n in (4, 1 << 20) for k in kinds]
+        ring, pairs = (["all_gather", "reduce_scatter"], ["all_to_all"]) if world > 1 else ([], [])
+        blocks = [(k, whole(n, world)) for n, some in ((1 << 20, ring + pairs), (1 << 21, ring)) for k in some]
+        assert [(s.op, s.bytes) for s in found[r] if s.op not in ring + pairs] == [(k, n) for n in sizes for k in kinds]
+        assert [(s.op, s.bytes) for s in found[r] if s.op in ring + pairs] == blocks, (
+            "not those of 4 bytes, nor large ones of pairs"
+        )
         assert all(len(s.seconds) == len(s.busy) == 2 and min(s.seconds) > 0 for s in found[r])
         assert all(s.members == (pair[r] if s.op == "p2p" else tuple(range(world))) for s in found[r])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -12,15 +12,17 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
-from piper.api.compiling import Compiled, compile
-from piper_compiler import Strategy
+from piper.api.compiling import Compiled, compile, trained_job
+from piper_compiler import Strategy, recipes, recompute
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ExecutionError, JobError
 from piper_ir.mesh import Mesh
-from piper_ir.ops import COMM
+from piper_ir.ops import COMM, HANDS_ON, KEEP_ALL, Compute
 from piper_ir.plan import Plan
-from piper_ir.plan_bytes import PlanBytes
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.plan_bytes import PlanBytes, bucket_bytes
+from piper_ir.program import Chunk
+from piper_ir.select import where
+from piper_ir.sizes import bind
 from piper_ir.tools import machine_name
 from piper_simulator import CPU, product_cluster
 
@@ -40,6 +42,8 @@ APART = 1.9
 """The least factor between neighbouring numbers of rows; durations in between are interpolated."""
 SMALLEST_MESSAGE, GRID = 4, 4
 """The bytes of the smallest message, and the factor between sizes."""
+SHARING = (2, 8)
+"""The numbers of ranks that share states in the plans whose ops on buckets are measured; others are interpolated."""
 
 
 def profile(
@@ -49,6 +53,7 @@ def profile(
     launcher: str = "processes",
     cluster: str = "auto",
     rows: Sequence[int] | None = None,
+    keep: Sequence[str] = (),
     repeats: int = REPEATS,
     timeout_s: float = TIMEOUT_S,
     pool: Workers | None = None,
@@ -60,8 +65,10 @@ def profile(
     compute:
 
     - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows;
-    - point-to-point messages and all-reduces over groups of ranks, by size, up to the largest activation and the whole
-      gradient (gloo, NCCL);
+    - the same of recomputation (R), under the strategy's policies and those of `keep`;
+    - updates, norms, buffers of gradients and their folds, of ranks that keep all of a bucket or a part;
+    - point-to-point messages, all-reduces, all-gathers and reduce-scatters over groups of ranks, by size, up to the
+      largest activation and the whole gradient (gloo, NCCL); all-to-alls up to 1 MiB;
     - seconds per instruction;
     - growth of resident memory.
 
@@ -74,6 +81,7 @@ def profile(
         cluster: For "ray", as in `execute`.
         rows: Rows per microbatch. The default is divisors of the global batch from 1/32 to 1/2 of it, a factor of 2
             apart. The strategy's own are measured in any case.
+        keep: Further policies of recomputation, as `recompute` takes them. R of any other is interpolated from F.
         repeats: Passes.
         timeout_s: Seconds without progress after which a rank counts as hung.
         pool: Workers to use again.
@@ -85,8 +93,12 @@ def profile(
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise JobError(f"profile(repeats={repeats!r}): an integer of at least 1 is needed")
     target = compile(job, strategy)
-    singles = [_one_device(job, r) for r in _rows(job.global_batch, rows, target.plan.rows)]
-    requests = _requests(target, singles, repeats)
+    chosen = _rows(job.global_batch, rows, target.plan.rows)
+    singles = [_one_device(job, r) for r in chosen]
+    policies = list(_policies(target, strategy, keep))
+    again = [_one_device(job, r, policy) for policy in policies for r in chosen]
+    sharing = _sharing(job, target.plan.rows)
+    requests = _requests(target, singles, again, sharing, repeats)
     if pool is not None:
         reports = pool.run(target.plan, requests, timeout_s)
     else:
@@ -95,7 +107,8 @@ def profile(
         with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
             reports = own.run(target.plan, requests, timeout_s)
     by_rank = [reports[r] for r in sorted(reports)]
-    return _costs(by_rank, target.plan, _origin(by_rank[0], target.plan, launcher, repeats))
+    chunks = (*target.plan.chunks, *(v for c in again for v in c.plan.variants))
+    return _costs(by_rank, chunks, _origin(by_rank[0], target.plan, launcher, repeats))
 
 
 def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
@@ -113,12 +126,41 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
     return sorted(chosen)
 
 
-def _one_device(job: Job, rows: int) -> Compiled:
+def _one_device(job: Job, rows: int, *policy: recompute) -> Compiled:
     """Compile the model with one microbatch of these rows on one device."""
-    return compile(replace(job, global_batch=rows), Strategy(Mesh(pp=1), ()))
+    return compile(replace(job, global_batch=rows), Strategy(Mesh(pp=1), policy))
 
 
-def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> dict[int, ProfileRequest]:
+def _policies(target: Compiled, strategy: Strategy, more: Sequence[str]) -> Iterator[recompute]:
+    """Yield a directive for each policy of recomputation to measure, with the chunks that a strategy has under it."""
+    under: dict[str, dict[str, None]] = {}
+    for _, _, instr in target.plan.instructions():
+        for op in (p.op for p in instr.parts if isinstance(p.op, Compute) and p.op.keep != KEEP_ALL):
+            under.setdefault(op.keep.removesuffix(HANDS_ON), {})[op.chunk] = None
+    groups = {d.keep: d.group for d in strategy.directives if isinstance(d, recompute)}
+    for keep, chunks in under.items():
+        yield recompute(where(chunk=tuple(chunks)), keep, groups.get(keep, 1))
+    for policy in map(_named_policy, more):
+        if policy.keep not in under:
+            yield policy
+
+
+def _named_policy(keep: str) -> recompute:
+    return recompute(where(), keep)
+
+
+def _sharing(job: Job, rows: int) -> list[Plan]:
+    """Return plans of ranks that share states, for the ops on their parts; none if the optimizer cannot share."""
+    _, spec, _ = trained_job("profile", job, None)
+    if not spec.flat:
+        return []
+    jobs = {n: replace(job, global_batch=rows * n) for n in SHARING}
+    return [compile(of, Strategy(Mesh(dp=n), recipes.data_parallel(zero=2))).plan for n, of in jobs.items()]
+
+
+def _requests(
+    target: Compiled, singles: Sequence[Compiled], again: Sequence[Compiled], sharing: Sequence[Plan], repeats: int
+) -> dict[int, ProfileRequest]:
     from piper_runtime.profile import ProfileRequest
     from piper_runtime.rank import ShippedCode, check_same_model, materialize, pack
 
@@ -127,7 +169,7 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     initial = materialize(job)
     check_same_model(target.plan, initial, target.trainable)
     code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
-    for c in (target, *singles):
+    for c in (target, *singles, *again):
         assert c.code is not None
         exported = c.code.export([chunk.code for chunk in (*c.plan.chunks, *c.plan.variants)], c.plan.rows)
         code.setdefault(c.plan.rows, {}).update(
@@ -136,32 +178,33 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     request = ProfileRequest(
         pickle.dumps(target.plan),
         pickle.dumps([c.plan for c in singles]),
+        pickle.dumps([c.plan for c in again]),
+        pickle.dumps(sharing),
         pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss))),
         code,
         initial.params,
         initial.buffers,
         job.seed,
         repeats,
-        _sizes(target.plan, singles[-1].plan),
+        _sizes((target.plan, *sharing), singles[-1].plan),
     )
     return dict.fromkeys(range(target.plan.mesh.world), request)
 
 
-def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
+def _sizes(plans: Sequence[Plan], largest: Plan) -> tuple[int, ...]:
     """Return the bytes of messages to measure, ascending multiples of 4.
 
-    They are those of the plan, and a grid up to the whole gradient and to the largest boundary between chunks at the
-    most rows.
+    They are those of the first plan, and a grid up to the whole gradient, in the buckets of any of the plans, and to
+    the largest boundary between chunks at the most rows.
     """
-    traffic = PlanBytes(plan)
+    traffic = PlanBytes(plans[0])
     own = {
         traffic.message_bytes(part.op, part)
-        for _, _, instr in plan.instructions()
+        for _, _, instr in plans[0].instructions()
         for part in instr.parts
         if isinstance(part.op, COMM)
     }
-    reduced = {name: ITEM_BYTES[b.reduce_dtype] for b in plan.buckets for name in b.params}
-    gradient = sum(bind(p.spec.numel, 0) * reduced[p.name] for p in plan.params if p.name in reduced)
+    gradient = max(sum(map(bucket_bytes, plan.buckets)) for plan in plans)
     boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
     most, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
     while grid[-1] < most:
@@ -186,12 +229,12 @@ def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> O
     )
 
 
-def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Costs:
+def _costs(reports: Sequence[ProfileReport], chunks: Sequence[Chunk], origin: Origin) -> Costs:
     samples: dict[tuple[str, str, int], list[float]] = {}
     for report in reports:
         for key, seconds in report.parts.items():
             samples.setdefault(key, []).extend(seconds)
-    chunk = {c.code: c.id for c in reversed((*plan.chunks, *plan.variants))}
+    chunk = {c.code: c.id for c in reversed(chunks)}
     steps = [
         StepDuration(code, step, n, _duration(s), chunk[code])  # type: ignore[arg-type]  # a step
         for (code, step, n), s in sorted(samples.items())

@@ -39,6 +39,7 @@ from piper.cli.options import (
     FileArgument,
     JitterOption,
     JitterSeedOption,
+    KeepOption,
     LauncherOption,
     LoaderOption,
     LogOption,
@@ -230,6 +231,7 @@ def profile(
     launcher: ProfileLauncherOption = "processes",
     address: AddressOption = "auto",
     rows: RowsOption = None,
+    keep: KeepOption = None,
     repeats: RepeatsOption = 7,
     out: CostsOutOption = Path("costs.json"),
     as_json: AsJsonOption = False,
@@ -239,19 +241,11 @@ def profile(
     Example: piper profile examples/gpt_text.py --out costs.json
     """
     with user_errors(locals()):
-        from piper.api.costs_file import check_costs_path, save_costs
-        from piper.api.profiling import profile as measure
         from piper.cli.loading import load_file
-        from piper.views.costs_table import costs_table
-        from piper.views.display import show
-        from piper_ir.codec import dumps
+        from piper.cli.measuring import measure
 
         recipe = load_file(file, pairs(params), strategy)
-        check_costs_path(out)
-        costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
-        save_costs(out, costs)
-        print(dumps(costs)) if as_json else show(costs_table(costs, title=f"costs of {file.name}"))
-        print(f"costs are in {out}", file=sys.stderr)
+        measure(recipe, (launcher, address), rows=rows, keep=keep or (), repeats=repeats, out=out, as_json=as_json)
 
 
 @app.command()

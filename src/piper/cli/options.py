@@ -111,6 +111,10 @@ SearchersOption = Annotated[
 RowsOption = Annotated[
     list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
 ]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option("--keep", metavar="POLICY", help="a policy of recomputation to measure, too: inputs, products, ..."),
+]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
 PrintLaunchOption = Annotated[
     bool, typer.Option("--print-launch", help="do what `piper launch` does: print command lines, run nothing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from piper_ir.errors import CompileError
 from piper_ir.program import BatchTensor, Chunk, Cost, Input, Output, Param, Program, Signature, Step
@@ -20,6 +21,7 @@ def synthetic(
     F: PhaseSeconds,
     I: PhaseSeconds,  # noqa: E741 - the field's name for the input gradient
     W: PhaseSeconds,
+    R: PhaseSeconds | None = None,
     overlap: PhaseSeconds | None = None,
     activation: int | Sequence[int] = 1,
     kept_after_I: int | Sequence[int] | None = None,
@@ -36,6 +38,8 @@ def synthetic(
         F: seconds of a forward.
         I: seconds of an input gradient. B takes I + W.
         W: seconds of a weight gradient.
+        R: seconds in which what F keeps is made again from its input. With them stages may be under
+            `recompute(..., keep="inputs")`.
         overlap: seconds of an overlapped forward-and-backward pair.
         activation: bytes that a chunk keeps for one microbatch from the start of F to the end of B.
         kept_after_I: bytes of these (default: all) that live on from I to W once backward is split.
@@ -46,7 +50,8 @@ def synthetic(
         raise CompileError(f"synthetic(stages={stages}): at least one stage is needed")
     f, i, w = (_per_stage(name, value, stages) for name, value in (("F", F), ("I", I), ("W", W)))
     pairs = tuple(_per_stage("overlap", overlap, stages)) if overlap is not None else ()
-    _check_seconds(F=f, I=i, W=w, overlap=pairs, hop=(hop,))
+    again = None if R is None else _per_stage("R", R, stages)
+    _check_seconds(F=f, I=i, W=w, R=again or (), overlap=pairs, hop=(hop,))
     keep = [int(x) for x in _per_stage("activation", activation, stages)]
     after = keep if kept_after_I is None else [int(x) for x in _per_stage("kept_after_I", kept_after_I, stages)]
     sizes = [int(x) for x in _per_stage("params", params, stages)]
@@ -55,7 +60,8 @@ def synthetic(
     chunks = tuple(_chunk(s, stages, (f[s], i[s], w[s]), keep[s], after[s], sizes[s]) for s in range(stages))
     manifest = tuple(Param(f"stage{s}.weight", TensorSpec((n,), "uint8")) for s, n in enumerate(sizes) if n)
     batch = (BatchTensor("inputs", _EMPTY),)
-    return Program(chunks, manifest, batch=batch, source="synthetic", hop=float(hop), overlap=pairs)
+    variants = () if again is None else tuple(_recomputed(c, r) for c, r in zip(chunks, again, strict=True))
+    return Program(chunks, manifest, batch=batch, source="synthetic", hop=float(hop), overlap=pairs, variants=variants)
 
 
 def _check_seconds(**given: Sequence[float]) -> None:
@@ -102,3 +108,14 @@ def _chunk(s: int, stages: int, times: tuple[float, float, float], keep: int, af
     }
     output = Output("loss" if last else "value", _EMPTY, needs_grad=True)
     return Chunk(f"stage{s}", {"stage": s}, inputs, (output,), ports, steps)
+
+
+def _recomputed(chunk: Chunk, seconds: float) -> Chunk:
+    """Return the variant of a chunk whose F keeps its input alone, so that R makes the rest again."""
+    forward = chunk.steps["F"]
+    kept = tuple(port for port in forward.writes if port.startswith("saved"))
+    steps: dict[Step, Signature] = {
+        "F": replace(forward, writes=tuple(port for port in forward.writes if port not in kept)),
+        "R": Signature(forward.reads, kept, cost=Cost(seconds=seconds)),
+    }
+    return replace(chunk, steps={**steps, "I": chunk.steps["I"], "W": chunk.steps["W"]}, keep="inputs")

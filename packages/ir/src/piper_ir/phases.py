@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from piper_ir.ops import Compute, Update
+from piper_ir.ops import Collective, Compute, Fold, Fresh, Update
 from piper_ir.plan import Instr
 
-Phase = Literal["F", "B", "R", "I", "W", "pair", "U", "other", "comm", "batch"]
+Phase = Literal["F", "B", "R", "I", "W", "pair", "U", "fold", "other", "gather", "scatter", "comm", "batch"]
 PHASES: Mapping[Phase, str] = {
     "F": "forward",
     "B": "backward (I and W together)",
@@ -18,7 +18,10 @@ PHASES: Mapping[Phase, str] = {
     "W": "weight gradient",
     "pair": "overlapped pair",
     "U": "optimizer update",
+    "fold": "gradient buffer or its fold",
     "other": "other (gradient norm, sums)",
+    "gather": "gather of parameters",
+    "scatter": "reduce-scatter of gradients",
     "comm": "communication",
     "batch": "waiting for the batch",
 }
@@ -31,9 +34,11 @@ class InstrLabel:
     Attributes:
         halves: its phases with their microbatches (-1 for ops of the whole step). An overlapped pair has two, the
             forward one first; everything else has one.
+        again: whether a backward begins with recomputation.
     """
 
     halves: tuple[tuple[Phase, int], ...]
+    again: bool = False
 
     @property
     def phase(self) -> Phase:
@@ -48,25 +53,38 @@ class InstrLabel:
     @property
     def label(self) -> str:
         """Return a short text such as "F3", "U" or "F3&B1"; "" for an instruction without a letter."""
-        letters = {"comm": "", "other": "", "batch": ""}
-        return "&".join(letters.get(p, p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
+        return "&".join(("" if p in _UNNAMED else p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
+
+
+_UNNAMED = ("fold", "other", "gather", "scatter", "comm", "batch")
+"""The phases without a letter."""
+_SHARED: Mapping[str, Phase] = {"all_gather": "gather", "reduce_scatter": "scatter"}
+"""The phases of collectives by which ranks share the states of buckets."""
 
 
 def instr_label(instr: Instr) -> InstrLabel:
     """Return the label of an instruction of a plan, from its parts."""
     first = next((p.mb for p in instr.parts if p.mb >= 0), -1)
     if instr.comm:
-        return InstrLabel((("comm", first),))
+        op = instr.parts[0].op
+        return InstrLabel(((_SHARED.get(op.kind, "comm") if isinstance(op, Collective) else "comm", first),))
     steps: dict[tuple[bool, int], set[str]] = {}
     for part in instr.parts:
         if isinstance(part.op, Compute):
             steps.setdefault((part.op.step != "F", part.mb), set()).add(part.op.step)
     if not steps:
-        update = any(isinstance(p.op, Update) for p in instr.parts)
-        return InstrLabel(((("U", -1) if update else ("other", first)),))
+        return InstrLabel((_beside(instr, first),))
     # Reversed, so that the first microbatch of each direction is kept.
     halves = {backward: (_joined(steps_there), mb) for (backward, mb), steps_there in reversed(steps.items())}
-    return InstrLabel(tuple(halves[b] for b in sorted(halves)))
+    again = any("R" in found and len(found) > 1 for found in steps.values())
+    return InstrLabel(tuple(halves[b] for b in sorted(halves)), again)
+
+
+def _beside(instr: Instr, mb: int) -> tuple[Phase, int]:
+    """Return the phase and microbatch of an instruction that runs no chunk."""
+    if any(isinstance(p.op, Update) for p in instr.parts):
+        return "U", -1
+    return ("fold" if all(isinstance(p.op, Fold | Fresh) for p in instr.parts) else "other"), mb
 
 
 def _joined(steps: set[str]) -> Phase:

@@ -36,10 +36,14 @@ class PlanBytes:
     def _updated(self, state: State) -> int:
         """Return the bytes of a state that an update reads and writes.
 
-        Parameters, optimizer state and (to zero it) the gradient are read and written; the copy of a master is written.
+        Of what this rank's optimizer works on, parameters and optimizer state are read and written, gradients are read,
+        and the copy of a master is written. All gradients that the rank has are set to zero.
         """
+        own = own_bytes(self._plan, state)
+        if state.category == "grad":
+            return own + state.nbytes
         copied = state.category == "param" and self._plan.bucket(state.name).mastered
-        return state.nbytes * (1 if copied else 2)
+        return own * (1 if copied else 2)
 
     def _kept(self, bucket: str) -> int:
         """Return the bytes of the gradients of a bucket that the optimizer of a rank sees."""
@@ -67,6 +71,16 @@ class PlanBytes:
         if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
             self._sizes[id(spec)] = bind(spec.nbytes, 0)
         return self._sizes[id(spec)]
+
+
+def own_bytes(plan: Plan, state: State) -> int:
+    """Return the bytes of a bucket's state that the optimizer of a rank works on: all of it, or the rank's part."""
+    shard = plan.bucket(state.name).shard
+    match state.category:
+        case "param" | "master" | "grad":
+            return state.nbytes * plan.mesh.degree(shard.of(state.category)) // plan.mesh.degree(shard.optim)
+        case _:
+            return state.nbytes
 
 
 def bucket_bytes(bucket: Bucket) -> int:

@@ -22,6 +22,7 @@ from piper_report.style import (
     INK,
     MICROBATCHES,
     PALE,
+    PHASE_COLOURS,
     SHORTEST,
     WIDTH,
     Picture,
@@ -38,9 +39,13 @@ from piper_report.transfers import transfers
 MOST_RANKS = 8
 MOST_LABELS = 1200
 STRENGTH = {"F": 0.3, "B": 1.0, "R": 0.5, "I": 0.8, "W": 1.0, "pair": 0.7, "comm": 0.3}
+SHARED = {"gather": 0.85, "scatter": 0.75, "fold": 0.6}
+"""The strength of the phases that have a colour of their own, as in the memory figure, and not that of a microbatch."""
 OUTLINED = ("F", "comm")
 """The pale phases, whose bars have an edge in the full colour."""
 HATCH = {"R": "----", "I": "....", "W": "//////", "pair": "xxxx"}
+AGAIN = "----"
+"""The hatch of a backward that begins with recomputation, beside that of its phase."""
 WAITING = "#B0B0B0"
 PLOT_SHARE = 0.84
 """The approximate share of a figure's width that the axes of a timeline have."""
@@ -72,7 +77,7 @@ class _StreamRow:
     Attributes:
         name: the label at the left.
         bars: (start, width) in seconds, by look.
-        labels: (middle in seconds, text, colour of the bar below it).
+        labels: (middle in seconds, text, colour of the bar below it, whether that has a hatch).
         reached: the end of the last bar, in seconds.
         drawn: how many bars are drawn.
         hidden: how many are too narrow to be drawn.
@@ -80,7 +85,7 @@ class _StreamRow:
 
     name: str
     bars: dict[Look, list[tuple[float, float]]] = field(default_factory=dict)
-    labels: list[tuple[float, str, tuple[float, float, float]]] = field(default_factory=list)
+    labels: list[tuple[float, str, tuple[float, float, float], bool]] = field(default_factory=list)
     reached: float = -1.0
     drawn: int = 0
     hidden: int = 0
@@ -128,8 +133,9 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
         _draw(ax, mine, unit)
     axes[-1].set_xlim(window.start * unit.scale, window.end * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
-    handles = _legend({k for found in line.kinds for k in found.values()})
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.6)
+    labels = {k for found in line.kinds for k in found.values()}
+    handles = _legend(labels)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, handlelength=1.6)
     every = [row for some in rows.values() for row in some]
     both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
     everyone = len({s.rank for t in line.traces for s in t.spans} | {rank for t in line.traces for rank in t.shown_as()})
@@ -137,7 +143,8 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
         f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, "
         f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
     )
-    caption = _caption(line.traces, len(rows), everyone, sum(r.hidden for r in every))
+    shared = any(k.phase in SHARED for k in labels)
+    caption = _caption(line.traces, len(rows), everyone, sum(r.hidden for r in every), shared)
     return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))
 
 
@@ -185,23 +192,26 @@ def _add(row: _StreamRow, span: Span, kind: InstrLabel, begun: float, window: Wi
         hollow: Look = ((1.0, 1.0, 1.0), WAITING, "")
         row.bars.setdefault(hollow, []).append((span.start, moving - span.start))
     pixels = (span.end - moving) / column / 2
-    thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", hatch)
+    thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", "")
     look = (face, edge, hatch) if pixels >= NARROW else thin
     row.bars.setdefault(look, []).append((moving, max(span.end - moving, 3 * column)))
     low, high = max(moving, window.start), min(span.end, window.end)
     points = (high - low) / column / 2 / DPI * 72
     text = next((t for t in (kind.label, str(kind.mb) if kind.mb >= 0 else "") if t and points > 5.2 * len(t) + 3), "")
     if text:
-        row.labels.append(((low + high) / 2, text, face))
+        row.labels.append(((low + high) / 2, text, face, bool(hatch)))
 
 
 def _look(kind: InstrLabel) -> Look:
     phase = kind.phase
+    if phase in SHARED:
+        return tint(PHASE_COLOURS[phase], SHARED[phase]), PHASE_COLOURS[phase], ""
     if kind.mb < 0 or phase in ("other", "batch"):
         return tint(GREY if phase != "comm" else PALE, 1.0 if phase in ("U", "comm") else 0.5), GREY, ""
     colour = MICROBATCHES[kind.mb % len(MICROBATCHES)]
     face = tint(colour, STRENGTH[phase])
-    return face, (colour if phase in OUTLINED else "white"), HATCH.get(phase, "")
+    hatch = HATCH.get(phase, "") + (AGAIN if kind.again else "")
+    return face, (colour if phase in OUTLINED else "white"), hatch
 
 
 def _draw(ax: Axes, rows: Sequence[_StreamRow], unit: TimeUnit) -> None:
@@ -211,10 +221,10 @@ def _draw(ax: Axes, rows: Sequence[_StreamRow], unit: TimeUnit) -> None:
             corners = [_corners(start * unit.scale, width * unit.scale, y) for start, width in bars]
             drawn = PolyCollection(corners, facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0.6)
             ax.add_collection(drawn, autolim=False)  # the limits are known, and finding them takes longer than drawing
-        for middle, text, ground in row.labels[:budget]:
-            ax.text(
-                middle * unit.scale, y, text, ha="center", va="center_baseline", fontsize=7, color=ink_on(ground), clip_on=True
-            )
+        for middle, text, ground, hatched in row.labels[:budget]:
+            box = {"facecolor": ground, "edgecolor": "none", "pad": 0.6} if hatched else None
+            text_at = ax.text(middle * unit.scale, y, text, fontsize=7, color=ink_on(ground), bbox=box, clip_on=True)
+            text_at.set(ha="center", va="center_baseline")
         budget -= min(budget, len(row.labels))
     ax.set_yticks(range(len(rows)), [r.name for r in rows])
     ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -232,9 +242,12 @@ def _legend(found: set[InstrLabel]) -> list[Patch]:
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
     out = []
     for p in phases:
-        look = _look(InstrLabel(((p, -1),)))[0] if p in ("U", "other", "batch") else tint(GREY, STRENGTH.get(p, 1.0))
-        edge = GREY if p in (*OUTLINED, "other", "batch", "U") else "white"
+        own = p in SHARED or p in ("U", "other", "batch")
+        look, edge, _ = _look(InstrLabel(((p, -1),))) if own else (tint(GREY, STRENGTH.get(p, 1.0)), "", "")
+        edge = edge or (GREY if p in OUTLINED else "white")
         out.append(Patch(facecolor=look, edgecolor=edge, hatch=HATCH.get(p, ""), label=PHASES[p]))
+    if any(k.again for k in found):
+        out.append(Patch(facecolor=GREY, edgecolor="white", hatch=AGAIN, label="backward after recomputation"))
     mbs = sorted({mb for k in found for _, mb in k.halves if mb >= 0})
     for i, colour in enumerate(MICROBATCHES):
         same = [mb for mb in mbs if mb % len(MICROBATCHES) == i]
@@ -244,8 +257,12 @@ def _legend(found: set[InstrLabel]) -> list[Patch]:
     return out
 
 
-def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int) -> str:
+def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int, shared: bool) -> str:
     parts = ["Colour is the microbatch, shade and hatch the phase; the number in a bar is the microbatch."]
+    if shared:
+        parts.append(
+            "Gathers and reduce-scatters of shared buckets have the colours that their buffers have in the memory figure."
+        )
     if any(t.kind == "executed" for t in traces):
         parts.append(
             "A measured communication is hollow while its rank waits for the other side, and filled from when all were there."

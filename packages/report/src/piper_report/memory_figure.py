@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from piper_ir.plan import Plan
+from piper_ir.shards import SharedState
 from piper_ir.tools import size_text
 from piper_ir.trace import MemSample, Trace
 from piper_report.idle import makespan
@@ -29,6 +30,12 @@ from piper_report.style import (
 
 MOST_PANELS = 8
 STATES = ("param", "master", "grad", "optim", "buffer")
+NAMES = {
+    "param": "parameters", "master": "master parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers",
+    "gathered": "gathered parameters", "reduced": "gradient buffers", "activation": "activations",
+    "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured",
+}  # fmt: skip
+"""The names of categories in the legend, where they are others."""
 MOST_SAMPLES = 800
 """The most samples drawn per rank; of more, the fullest in each of as many equal stretches of time is drawn."""
 
@@ -61,7 +68,10 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
         ax.set_ylim(bottom=0)
     axes[-1].set_xlim(0, length * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
-    handles: list[Patch | Line2D] = [Patch(facecolor=CATEGORIES[c], label=c) for c in CATEGORIES if c in used]
+    shares = {category: part for category, part in _shares(plan).items() if category in used}
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=CATEGORIES[c], label=NAMES.get(c, c) + shares.get(c, "")) for c in CATEGORIES if c in used
+    ]
     if measured is not None and measured.memory:
         handles.append(Line2D([], [], color=INK, linewidth=1.2, label="measured, in all"))
     handles.append(Line2D([], [], color=RED, marker="v", linestyle="", label="peak"))
@@ -71,9 +81,27 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
         "Stacked areas of the bytes that each rank holds over one step, by category, with the peak marked: "
         + "; ".join(ax.get_title(loc="left") for ax in axes),
         "Each instruction stands at its start with the most bytes that are held while it runs."
+        + (f" Of the states that ranks share this rank keeps a part: {_words(shares)}." if shares else "")
         + (" Measured bytes stand at the predicted time of their instruction." if predicted and measured else ""),
         marks=marks,
     )  # fmt: skip
+
+
+def _shares(plan: Plan | None) -> dict[str, str]:
+    """Return for each state that ranks share what part of it one rank keeps, as text behind its name."""
+    if plan is None:
+        return {}
+    kinds: tuple[SharedState, ...] = ("param", "master", "grad", "optim")
+    degrees = {kind: {plan.mesh.degree(b.shard.of(kind)) for b in plan.buckets} for kind in kinds}
+    return {
+        kind: f" (1/{max(found)})" if len(found) == 1 else f" (1 to 1/{max(found)})"
+        for kind, found in degrees.items()
+        if max(found, default=1) > 1
+    }
+
+
+def _words(shares: dict[str, str]) -> str:
+    return ", ".join(NAMES[kind] + part for kind, part in shares.items())
 
 
 def _ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:

@@ -10,10 +10,12 @@ import re
 from collections.abc import Mapping
 
 from piper_ir.ops import Compute
-from piper_ir.phases import InstrLabel, instr_label
+from piper_ir.phases import InstrLabel, Phase, instr_label
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_ir.trace import BATCH, Span, Trace
 
+_COMMUNICATION: Mapping[str, Phase] = {"gather": "gather", "scatter": "scatter"}
+"""The phases of communication by the first word of its name."""
 _NAME = re.compile(r"(?:\.(?P<step>[FBRIW]))?@(?P<mb>\d+)")
 
 
@@ -36,13 +38,15 @@ def _guess(span: Span) -> InstrLabel:
     if span.stream == BATCH:
         return InstrLabel((("batch", mb),))
     if span.stream != COMPUTE:
-        return InstrLabel((("comm", mb),))
+        return InstrLabel(((_COMMUNICATION.get(span.name.partition(".")[0], "comm"), mb),))
     if span.name.startswith("update"):
         return InstrLabel((("U", -1),))
     if span.name.startswith("load") and "+" in span.name:  # a chunk's forward, fused with the loading of its batch
         return InstrLabel((("F", mb),))
     if span.name.startswith("seed") and "+" in span.name:
         return InstrLabel((("B", mb),))
+    if span.name.startswith(("fresh.", "fold.")) and "+" not in span.name:
+        return InstrLabel((("fold", mb),))
     match found["step"] if found else None:
         case "R" | "I" as phase:
             return InstrLabel((("B" if "+" in span.name else phase, mb),))

@@ -22,6 +22,7 @@ from piper_report.tables import (
     Sheet,
     cost_sheet,
     headline,
+    line_sheet,
     owner_sheet,
     rank_sheet,
     restart_sheet,
@@ -160,7 +161,7 @@ def _with_spans(results: Results) -> list[Trace]:
 
 def _memory(results: Results) -> PageSection:
     drawn = memory_figure(results.predicted_trace, results.measured_trace, results.plan)
-    items: Sequence[Picture | Sheet | None] = (drawn, owner_sheet(results))
+    items: Sequence[Picture | Sheet | None] = (drawn, line_sheet(results), owner_sheet(results))
     return PageSection("memory", "Memory", (), [x for x in items if x is not None])
 
 

@@ -27,8 +27,8 @@ NAVY, TEAL, BROWN = "#1B2A5C", "#2F8F8B", "#8C5A2B"
 MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
 """The colours of microbatches: i has colour i modulo 6, and its number where there is room."""
 PHASE_COLOURS: Mapping[Phase, str] = {
-    "F": SKY, "B": ORANGE, "R": YELLOW, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE,
-    "batch": PALE,
+    "F": SKY, "B": ORANGE, "R": YELLOW, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "fold": BROWN, "other": PALE,
+    "gather": NAVY, "scatter": TEAL, "comm": PALE, "batch": PALE,
 }  # fmt: skip
 CATEGORIES = {
     "param": BLUE, "master": BROWN, "grad": SKY, "optim": GREEN, "buffer": GREY, "gathered": NAVY, "reduced": TEAL,

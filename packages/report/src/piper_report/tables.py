@@ -143,6 +143,15 @@ def rank_sheet(results: Results) -> Sheet | None:
     return sheet("ranks", "By rank", columns, rows) if rows else None
 
 
+def line_sheet(results: Results) -> Sheet | None:
+    """Return the memory of the fullest device at its peak, by line."""
+    lines = results.predicted.memory if results.predicted is not None else {}
+    total = sum(lines.values())
+    columns = [Column("line", "line"), Column("bytes", "size", size_text), Column("share", "share", percent)]
+    rows = [(name.replace("_", " "), b, b / total) for name, b in lines.items() if b]
+    return sheet("memory_lines", "Memory of the fullest device at its peak, predicted", columns, rows) if rows else None
+
+
 def owner_sheet(results: Results) -> Sheet | None:
     """Return the owners of memory at the peak of each role, the fullest first."""
     plan = results.plan

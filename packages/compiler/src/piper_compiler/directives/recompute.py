@@ -13,7 +13,7 @@ Legality
  1. Forward and backward are selected alike: a policy holds for both.
  2. `keep` is "all", "products", "attention", "inputs", or names of ops that the selected chunks run.
  3. No selected node is under a policy already.
- 4. The program is of a captured model: R is code that capture makes.
+ 4. The program is of a captured model, for which capture makes R, or synthetic with seconds of R and keep="inputs".
  5. R reads no buffer that the model changes while it runs, since by then it holds something else.
  6. There is something to make again, unless keep is "all".
  7. `group` is a number of layers, at least 1; with more than 1 the nodes are placed already.
@@ -110,7 +110,8 @@ class Recompute:
         chunks = list(dict.fromkeys(str(n.coords["chunk"]) for n in nodes))
         missing = [c for c in chunks if not all(graph.program.has_variant(c, p) for p in self.policies())]
         if missing:
-            made = "a synthetic program has none" if graph.program.source == "synthetic" else "piper.compile(job, ...) makes it"
+            synthetic = graph.program.source == "synthetic"
+            made = 'a synthetic program has it for "inputs", with R=...' if synthetic else "piper.compile(job, ...) makes it"
             raise fail(self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}")
         groups = self._groups(graph)
         if not groups:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from piper_ir.collectives import COLLECTIVES, law_of
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import channels_plan, group_channel
 from piper_runtime.rank.parts import Thunk
@@ -21,8 +22,15 @@ BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
 """The bytes that the messages of one timed block add up to, against a clock's grain and bad wake-ups."""
 ISSUE_S = 50e-6
 """The seconds in which a host surely issues a message to a device."""
-FEWEST, MOST = 3, 100
-"""The bounds of the number of messages in a block."""
+FEWEST, MOST, MOST_OF_BLOCKS = 3, 100, 40
+"""The bounds of the number of messages in a block; the last is for collectives of buckets."""
+MEETING = "all_reduce"
+"""The collective by which ranks meet."""
+LEAST_OF_BLOCKS, MOST_OF_PAIRS = 1 << 10, 1 << 20
+"""The fewest bytes at which collectives of blocks are measured, and the most at which those between pairs are.
+
+Blocks are parts of buckets, of 256 bytes and more; no directive makes collectives between pairs yet.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,17 +65,18 @@ class Messages:
         everyone = tuple(range(world))
         self._channels = channels_plan(world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)])))
         gloo.connect(self._channels)
-        self._meeting = gloo.bind(_reduction(everyone, torch.zeros(1)))
+        self._meeting = gloo.bind(_bound(MEETING, everyone, torch.zeros(1)))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         _finish(self._meeting)
 
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
-        """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks.
+        """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks every collective.
 
         A pair sends a message there and one back. Groups are those of every partition of the ranks into groups of equal
-        size. All pairs go at once, and all groups of a partition.
+        size. All pairs go at once, and all groups of a partition. Where tensors are made of a block per member, sizes
+        are rounded up to that.
         """
         self._carrier.connect(self._channels)
         found = []
@@ -79,16 +88,33 @@ class Messages:
                 found += self._blocks("p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats)
             for partition in self._partitions:
                 members = next(g for g in partition if self._rank in g)
-                turn = (self._carrier.bind(_reduction(members, tensor)),)
-                found += self._blocks("all_reduce", members, tensor, turn, repeats)
+                for kind, law in COLLECTIVES.items():
+                    few, many = (
+                        law.blocks and size < min(LEAST_OF_BLOCKS, max(sizes)),
+                        law.route == "pairs" and size > MOST_OF_PAIRS,
+                    )
+                    if not (few or many):
+                        comm, whole = self._collective(kind, members, tensor)
+                        found += self._blocks(kind, members, whole, (self._carrier.bind(comm),), repeats)
         return found
+
+    def _collective(self, kind: str, members: tuple[int, ...], tensor: torch.Tensor) -> tuple[BoundComm, torch.Tensor]:
+        """Return a collective bound to tensors of its own, and a tensor of the size of its message."""
+        law, n = law_of(kind), len(members)
+        if not law.blocks:
+            return _bound(kind, members, tensor), tensor
+        each = -(-tensor.numel() // n)
+        ends = {"whole": each * n, "part": each}
+        given, got = (torch.zeros(ends[extent], device=self._device) for extent in (law.reads, law.writes))
+        return _bound(kind, members, given, got), given if law.reads == "whole" else got
 
     def _blocks(
         self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
     ) -> list[MessageSample]:
         """Return one sample, or none for a rank without a turn, which meets the others all the same."""
         each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
-        count = min(MOST, max(FEWEST, each // tensor.nbytes))
+        most = MOST if op in ("p2p", MEETING) else MOST_OF_BLOCKS
+        count = min(most, max(FEWEST, each // tensor.nbytes))
         seconds, busy = [], []
 
         def block(times: int = count) -> None:
@@ -119,8 +145,8 @@ class Messages:
         return there, back
 
 
-def _reduction(members: tuple[int, ...], tensor: torch.Tensor) -> BoundComm:
-    return BoundComm("all_reduce", group_channel(members), members, lambda: tensor)
+def _bound(kind: str, members: tuple[int, ...], given: torch.Tensor, got: torch.Tensor | None = None) -> BoundComm:
+    return BoundComm(kind, group_channel(members), members, lambda: given, None if got is None else lambda: got)
 
 
 def _finish(message: Callable[[], Any]) -> None:

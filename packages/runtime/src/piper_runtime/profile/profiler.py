@@ -22,9 +22,10 @@ from functools import partial
 import torch
 
 from piper_ir.errors import ExecutionError
-from piper_ir.ops import COMM, Compute, Load, SquaredNorm, Update
+from piper_ir.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
 from piper_ir.plan_bytes import PlanBytes
+from piper_ir.program import Step
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
 from piper_runtime.profile.host_costs import host_seconds, issue_seconds
@@ -37,6 +38,7 @@ from piper_runtime.rank.parts import Thunk, bind_alloc, bind_operand, bind_part
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
 from piper_runtime.rank.shipping import Parcel
+from piper_runtime.rank.store import empty_value
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.transport import agreed_transport, nccl_of, shared, take_device
@@ -51,7 +53,7 @@ predicted 3 % too short (docs/cuda.md).
 """
 
 CostKey = tuple[str, str, int]
-"""The key of a `StepDuration` (code, "F" | "I" | "W", rows) or of a `PartDuration` ("", name of the op, its amount)."""
+"""The key of a `StepDuration` (code, "F" | "R" | "I" | "W", rows) or of a `PartDuration` ("", name of op, amount)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class ProfileRequest:
     Attributes:
         plan: the strategy's plan, pickled, of which the updates are measured.
         plans: plans for one device, pickled, one per number of rows, of which everything is measured.
+        again: the same, of which the recomputation is measured.
+        sharing: plans of ranks that share states, pickled, of which rank 0's ops on buckets are measured.
         code: the code of all of them, by rows.
         sizes: bytes of messages.
         device: the kind of device that runs take where the request is made.
@@ -68,6 +72,8 @@ class ProfileRequest:
 
     plan: bytes
     plans: bytes
+    again: bytes
+    sharing: bytes
     callables: bytes
     code: dict[int, dict[str, dict[str, ShippedCode]]]
     params: Mapping[str, torch.Tensor]
@@ -166,7 +172,11 @@ class _Profiler:
             self._passes(plan, job)
             if memory and (most := most_on_device(self._device) if on_device else most_resident()) is not None:
                 self.report.resident.append((plan.roles[0].peak_bytes, most))
-        self._updates(job)
+        for plan in pickle.loads(self._request.again):
+            self._passes(plan, job, only="R")
+        self._on_buckets(self._plan, self._rank, job)
+        for plan in pickle.loads(self._request.sharing):
+            self._on_buckets(plan, 0, job)
 
     def _rank_job(self) -> RankJob:
         parcel: Parcel = pickle.loads(self._request.callables)
@@ -186,8 +196,8 @@ class _Profiler:
             yield step, step >= WARMUP
             self._alive()
 
-    def _passes(self, plan: Plan, job: RankJob) -> None:
-        """Measure steps of a plan for one device, part by part."""
+    def _passes(self, plan: Plan, job: RankJob, only: Step | None = None) -> None:
+        """Measure steps of a plan for one device, part by part, and keep all of it or one step of each chunk."""
         bound = self._bound(plan, 0, job)
         batch: CostKey = ("", "Batch", plan.rows)
         # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
@@ -202,7 +212,7 @@ class _Profiler:
             taken += zip(keys, self._clock.each(runs), strict=True)
             bound.end()
             if counts:
-                self._keep(taken)
+                self._keep((key, seconds) for key, seconds in taken if only is None or (key is not None and key[1] == only))
 
     def _lead(self, runs: Sequence[Thunk], begin: Thunk | None = None) -> None:
         """Let the host get ahead of a device, if it can, and the device get as warm as in a run."""
@@ -211,18 +221,24 @@ class _Profiler:
             for run in (begin, *runs) if begin is not None else runs:
                 run()
 
-    def _updates(self, job: RankJob) -> None:
-        """Measure updates and norms of the gradients that this rank holds under the strategy, unlike on one device."""
-        bound = self._bound(self._plan, self._rank, job)
-        traffic = PlanBytes(self._plan)
-        parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
+    def _on_buckets(self, plan: Plan, rank: int, job: RankJob) -> None:
+        """Measure what a rank of a plan does with its buckets: updates, norms, buffers of gradients and their folds."""
+        bound = self._bound(plan, rank, job)
+        traffic = PlanBytes(plan)
+        ops = SquaredNorm | Update | Fresh | Fold
+        parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, ops)]
         keys, runs = [_key(p, bound, traffic) for p in parts], [bind_part(replace(p, frees=()), bound) for p in parts]
         for _, counts in self._turns():
-            bound.store.values.update({v: torch.ones((), device=self._device) for p in parts for v in p.reads})
+            bound.store.values.update({v: self._ones(plan, v) for p in parts for v in p.reads})
             self._lead(runs)
             taken = zip(keys, self._clock.each(runs), strict=True)
             if counts:
                 self._keep(taken)
+            bound.store.values.clear()
+
+    def _ones(self, plan: Plan, value: str) -> torch.Tensor:
+        shape, dtype = empty_value(plan, value)
+        return torch.ones(shape, dtype=dtype, device=self._device)
 
     def _keep(self, taken: Iterable[tuple[CostKey | None, float]]) -> None:
         for key, seconds in taken:

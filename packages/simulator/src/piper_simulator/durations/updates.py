@@ -11,15 +11,20 @@ Before it scaled gradients are multiplied (clipping, weights), after it gradient
 for each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4; and 4
 more to zero the gradient. Where masters are updated, a kernel per bucket reads them and writes the parameters; where
 gradients have another dtype than what is updated, one reads them and writes a copy.
+
+Where ranks share a bucket, each updates its own part. Of gradients that it keeps whole (zero=1) it reads its part, and
+zeroes all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from piper_ir.ops import Update
-from piper_ir.plan import Category, Plan, RolePlan
+from piper_ir.plan import Category, Plan, RolePlan, State
+from piper_ir.plan_bytes import own_bytes
 from piper_ir.sizes import ITEM_BYTES
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import launched, memory_fraction
@@ -41,12 +46,13 @@ class Updated:
 
     Attributes:
         param: bytes of the parameters that are updated: of masters, where there are any.
-        grad: bytes of the gradients.
+        grad: bytes of the gradients that are read.
         state: bytes of the optimizer's states.
         item: bytes per parameter.
         buckets: how many buckets.
         scaled: whether the gradients are multiplied first.
         copies: by bucket, the bytes that casts read and write: of gradients before, of parameters after the update.
+        others: bytes of gradients that are only set to zero, since other ranks update those parameters.
     """
 
     param: int
@@ -56,13 +62,13 @@ class Updated:
     buckets: int
     scaled: bool
     copies: tuple[int, ...] = ()
+    others: int = 0
 
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     """Return the bytes that an update of a role works on."""
     held = [s for s in role.states if s.flat and s.name in op.buckets]
-    kinds: tuple[Category, ...] = ("param", "master", "grad", "optim")
-    sizes = {kind: {s.name: s.nbytes for s in held if s.category == kind} for kind in kinds}
+    sizes = _own_sizes(plan, held)
     param = sum((sizes["param"] | sizes["master"]).values())
     copies = [size + sizes["param"][b] for b, size in sizes["master"].items()]
     buckets = [plan.bucket(b) for b in op.buckets]
@@ -71,8 +77,18 @@ def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
             given = sizes["grad"][bucket.id]
             copies.append(given + given // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype])
     grad, state = sum(sizes["grad"].values()), sum(sizes["optim"].values())
+    others = sum(s.nbytes for s in held if s.category == "grad") - grad
     item = min((ITEM_BYTES[b.dtype] for b in buckets), default=1)
-    return Updated(param, grad, state, item, len(buckets), op.weighted or op.clip is not None, tuple(copies))
+    scaled = op.weighted or op.clip is not None
+    return Updated(param, grad, state, item, len(buckets), scaled, tuple(copies), others)
+
+
+def _own_sizes(plan: Plan, held: Sequence[State]) -> dict[Category, dict[str, int]]:
+    """Return by category and bucket the bytes that a rank's optimizer works on."""
+    sizes: dict[Category, dict[str, int]] = {"param": {}, "master": {}, "grad": {}, "optim": {}}
+    for state in held:
+        sizes[state.category][state.name] = own_bytes(plan, state)
+    return sizes
 
 
 def update_seconds(device: Device, of: Updated) -> float:
@@ -90,8 +106,8 @@ def update_bytes(of: Updated, *, fused: bool) -> list[int]:
     else:
         copies = min(max(FOREACH), round(of.state / of.param)) if of.param else 0
         out = [b for tensors in FOREACH[copies] for b in _split(tensors * of.param, kernels)]
-    zeroed = _split(of.grad, of.buckets)
-    return [*out, *zeroed, *(2 * b for b in zeroed if of.scaled), *of.copies]
+    read, zeroed = _split(of.grad, of.buckets), _split(of.grad + of.others, of.buckets)
+    return [*out, *zeroed, *(2 * b for b in read if of.scaled), *of.copies]
 
 
 def _split(nbytes: int, kernels: int) -> list[int]:

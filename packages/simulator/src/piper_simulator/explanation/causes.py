@@ -66,7 +66,7 @@ class Causes:
             channel = self._plan.channel(op.channel)
             return Cause("communication", channel.purpose, channel.id)
         phase = instr_label(instr).phase
-        if phase == "other":
+        if phase in ("other", "fold"):
             return Cause("compute", type(op).__name__, role.role)
         stages = {self._plan.chunk(p.op.chunk).coords.get("stage") for p in instr.parts if isinstance(p.op, Compute)}
         numbers = sorted(s for s in stages if s is not None)

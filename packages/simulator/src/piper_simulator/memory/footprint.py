@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from piper_ir.memory_owners import Held, held_at_peak
+from piper_ir.ops import Compute
 from piper_ir.plan import Plan, RolePlan
 from piper_simulator.memory.device_memory import DeviceMemory
 
 LINES = (
     *("parameters", "master", "gradients", "optimizer", "buffers", "gathered_parameters", "gradient_buffers"),
-    *("activations", "activation_gradients", "communication_buffers"),
+    *("activations", "recomputed_activations", "activation_gradients", "communication_buffers"),
     *("logits_and_loss", "kernels", "update", "batch", "scalars"),
 )
 """The names of the lines that add up to the peak.
@@ -18,7 +19,7 @@ LINES = (
 `master`: parameters as the optimizer updates them, where forward and backward read copies in another dtype, which are
 `parameters` then. `gradients`: buckets. `gathered_parameters` and `gradient_buffers`: whole buckets of which the rank
 keeps a part, while they are gathered or not yet scattered. `activations`: outputs and what is saved;
-`activation_gradients`: of these.
+`recomputed_activations`: what recomputation has made again of these; `activation_gradients`: of both.
 `communication_buffers`: values that were received, or summed over ranks, and are not freed yet. `logits_and_loss`: of
 the chunk that computes the loss, its saved tensors, gradients and temporaries. `kernels`: temporaries of any other
 chunk that runs at the peak. `update`: temporaries of the optimizer.
@@ -34,10 +35,10 @@ BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communica
 def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int]:
     """Return the bytes by `LINES`, which add up to the peak, and by `BESIDE`; all add up to `device.total`."""
     losses = {c.id for c in plan.chunks if any(o.kind == "loss" for o in c.outputs)}
-    received = _received(role)
+    special = dict.fromkeys(_received(role), "communication_buffers") | dict.fromkeys(_recomputed(role), "recomputed_activations")
     lines = dict.fromkeys(LINES, 0)
     for held in held_at_peak(plan, role):
-        lines[_line(held, held.value in received, losses)] += held.bytes
+        lines[_line(held, special.get(held.value, ""), losses)] += held.bytes
     beside = (device.reserve, device.context, device.groups, device.pairs)
     return lines | dict(zip(BESIDE, beside, strict=True))
 
@@ -47,13 +48,18 @@ def _received(role: RolePlan) -> set[str]:
     return {v for i in role.program if i.comm for p in i.parts for v in p.writes}
 
 
-def _line(held: Held, received: bool, losses: set[str]) -> str:
+def _recomputed(role: RolePlan) -> set[str]:
+    """Return the values that recomputation writes."""
+    return {v for i in role.program for p in i.parts if isinstance(p.op, Compute) and p.op.step == "R" for v in p.writes}
+
+
+def _line(held: Held, special: str, losses: set[str]) -> str:
     if held.category in _STATES:
         return _STATES[held.category]
     if held.category in _SHARED:
         return _SHARED[held.category]
-    if received:
-        return "communication_buffers"
+    if special:
+        return special
     if held.chunk in losses and held.category != "batch":
         return "logits_and_loss"
     if held.category == "workspace":
