@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import piper
 from piper_compiler import Strategy, recipes, replicate
@@ -22,6 +23,7 @@ from piper_ir.plan import Part, Plan
 from piper_ir.select import where
 from piper_ir.text import format_plan, parse_plan
 from piper_ir.verify import check, verify
+from piper_ops import opaque
 from piper_runtime.rank import rank as ranks
 from tests import compositions, parity
 from tests.compositions import PIPELINES, Composition, fitted
@@ -48,9 +50,9 @@ def drawn(seed: int) -> Composition:
             backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
             overlap=schedule == "random" and rng.random() < 0.5, rows=1 if dp == 4 else 2, optimizer=optimizer,
             clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
-            zero=rng.choice((1, 2, 2) if model == "opaque" else (1, 2, 3, 3)),
+            zero=rng.choice((1, 2, 3, 3)),
             resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
-            keep="all" if model in ("opaque", "custom_op") else rng.choice(("all", "all", "inputs", "products")),
+            keep="all" if model == "custom_op" else rng.choice(("all", "all", "inputs", "products")),
             prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8,
         )
     )  # fmt: skip
@@ -75,9 +77,21 @@ def test_shared_states_train_what_one_device_trains(seed: int) -> None:
     judge(drawn(seed))
 
 
-def test_parameters_of_opaque_regions_are_not_shared() -> None:
-    with pytest.raises(CompileError, match=r"zero=3.* is an opaque region, whose parameters autograd keeps.*zero=2"):
-        compositions.compiled(Composition("opaque", dp=2, microbatches=2, zero=3))
+@pytest.mark.parametrize("keep", ["all", "inputs"])
+def test_opaque_regions_compute_the_same_bits_with_gathered_parameters(keep: str) -> None:
+    """Gradients are summed in the order of whole ones where each is scattered once."""
+    whole = Composition("opaque", dp=2, microbatches=2, keep=keep)
+    runs = [compositions.run(c) for c in (whole, replace(whole, zero=3, bucket_mb=0.0005, reduced_mb="step"))]
+    for expected, found in zip(runs[0].gradients, runs[1].gradients, strict=True):
+        assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected)
+
+
+def test_autograd_would_keep_gathered_parameters_of_opaque_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what it saves is kept as it is, and the counter sees it."""
+    c = Composition("opaque", dp=2, microbatches=2, zero=3, bucket_mb=0.0005)
+    plan = compositions.compiled(c).plan
+    monkeypatch.setattr(opaque._Places, "pack", lambda self, t: t.detach())
+    assert lies(plan, dict(compositions.run(c, plan, memory=True).memory))
 
 
 CASE = Composition("gpt", pp=2, dp=2, microbatches=4, schedule="1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=3)
