@@ -1,9 +1,9 @@
 """Make the steps of an opaque region, which autograd runs as the user wrote it: nothing is made functional or cut.
 
 F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those
-that autograd saved beyond inputs, parameters and outputs. I reads the inputs and outputs that autograd saved, so that they
-live until then, and the parameters, which need not live in between. I makes all gradients; those of parameters go to W
-(`iw`), which adds them up.
+that autograd saved beyond inputs, parameters and outputs. I reads the inputs and outputs that autograd saved, so that
+they live until then, and the parameters, which need not live in between. I makes all gradients; those of parameters
+go to W (`iw`), which adds them up.
 
 Under a policy of recomputation F keeps nothing, and R is the F that keeps. It makes outputs once more, which count in
 `saved0` where autograd saves them.
