@@ -30,30 +30,36 @@ from tests.compositions import PIPELINES, Composition, fitted
 from tests.sharding_faults import SHARDING
 from tests.test_memory_truth import lies
 
-MODELS = ("gpt", "llama", "skip", "slices", "gpt_dropout", "frozen", "opaque", "branches", "custom_op", "gpt_untied")
-"""Tied and untied weights, weighted losses, dropout, frozen and opaque parts, and values that skip stages."""
+MODELS = ("gpt", "skip", "keywords", "gpt_dropout", "frozen", "opaque", "llama", "moe")
+"""Tied weights, values that skip stages, masked losses, dropout, frozen and opaque parts, and other families."""
+MORE_MODELS = ("slices", "branches", "custom_op", "gpt_untied", "deep")
 ROOMS = (0, 0.003, "step")
 """The MiB that may stay gathered: nothing, some of a model's 30 KiB, or all."""
+SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
+QUICK, HYBRID = 240, 8
+"""The cases of each kind that `make test` runs. They have two rows per microbatch and few policies of recomputation: what a
+case costs is capture, anew for other rows and policies; the rest takes 0.15 s."""
 
 
-def drawn(seed: int) -> Composition:
-    """Draw a composition whose ranks share states."""
-    rng = Random(seed)
-    schedule = rng.choice(("default", "1f1b", "gpipe", "random", "random", *PIPELINES))
-    dp = rng.choice((2, 2, 2, 4))
+def drawn(seed: int, rep: int = 1) -> Composition:
+    """Draw a composition whose ranks share states. All pairs of models and schedules come in turn."""
+    rng, quick = Random(seed), seed < QUICK
+    models = MODELS if quick else MODELS + MORE_MODELS
+    model, schedule = models[seed % len(models)], SCHEDULES[seed // len(models) % len(SCHEDULES)]
+    dp = 4 if rep > 1 else rng.choice((2, 2, 2, 4))
     optimizer = rng.choice(("sgd", "adamw"))
-    model = rng.choice(MODELS)
+    policies = ("all", "inputs") if model in ("gpt_dropout", "opaque") else ("all",)
+    policies = policies if quick or model == "custom_op" else ("all", "all", "inputs", "products")
     return fitted(
         Composition(
             model, pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
             placement=rng.choice(("recipe", "v", "shared", "random")) if schedule == "random" else "recipe",
             backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
-            overlap=schedule == "random" and rng.random() < 0.5, rows=1 if dp == 4 else 2, optimizer=optimizer,
+            overlap=schedule == "random" and rng.random() < 0.5, rows=2 if quick else rng.choice((1, 2)), optimizer=optimizer,
             clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
-            zero=rng.choice((1, 2, 3, 3)),
-            resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS),
-            keep="all" if model == "custom_op" else rng.choice(("all", "all", "inputs", "products")),
-            prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8,
+            zero=rng.choice((1, 2, 3, 3, 3) if rep > 1 else (0, 1, 1, 2, 2, 3, 3, 3)),
+            resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS), keep=rng.choice(policies),
+            prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8, rep=rep,
         )
     )  # fmt: skip
 
@@ -72,9 +78,15 @@ def numbers(seeds: range, quick: int) -> list[Any]:
     return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= quick)) for seed in seeds]
 
 
-@pytest.mark.parametrize("seed", numbers(range(2000), 32))
+@pytest.mark.parametrize("seed", numbers(range(2000), QUICK))
 def test_shared_states_train_what_one_device_trains(seed: int) -> None:
     judge(drawn(seed))
+
+
+@pytest.mark.parametrize("seed", numbers(range(60), HYBRID))
+def test_replicas_of_sharers_train_what_one_device_trains(seed: int) -> None:
+    """Two axes: states are shared along one, and what is kept is summed along the other."""
+    judge(drawn(seed, rep=2))
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
@@ -101,6 +113,12 @@ CASE = Composition("gpt", pp=2, dp=2, microbatches=4, schedule="1f1b", optimizer
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_processes_compute_and_hold_the_same(zero: int, schedule: str, pool: Any) -> None:
     judge(replace(CASE, model="deep", zero=zero, schedule=schedule), launcher="processes", pool=pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_more_processes_compute_and_hold_the_same(seed: int, pool: Any) -> None:
+    judge(replace(drawn(7 * seed), dp=2), launcher="processes", pool=pool)
 
 
 def test_the_text_of_a_plan_says_everything() -> None:
