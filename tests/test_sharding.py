@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import piper
+from piper.views.explain import explain
 from piper_compiler import Strategy, recipes, replicate
 from piper_ir.errors import CompileError
 from piper_ir.memory import with_peaks
@@ -22,6 +23,7 @@ from piper_ir.ops import Collective, Compute
 from piper_ir.plan import Part, Plan
 from piper_ir.select import where
 from piper_ir.text import format_plan, parse_plan
+from piper_ir.tools import size_text
 from piper_ir.verify import check, verify
 from piper_ops import opaque
 from piper_runtime.rank import rank as ranks
@@ -166,6 +168,24 @@ def _read(plan: Plan, part: Part) -> set[str]:
         p.writes[0]: p.op.bucket for p in parts(plan, "pp0") if isinstance(p.op, Collective) and p.op.kind == "all_gather"
     }
     return {gathered[v] for v in part.held if v in gathered}
+
+
+@pytest.mark.parametrize(("zero", "mb"), [(1, 0), (2, 0), (3, 0), (3, "step")])
+def test_the_explanation_says_what_is_gathered_and_why_a_window_ends(zero: int, mb: Any) -> None:
+    made = compositions.compiled(replace(CASE, model="skip", zero=zero, resident_mb=mb, reduced_mb="step"))
+    text, plan = explain(made), made.plan
+    for role in plan.roles:
+        found = gathers(plan, role.role)
+        moved = sum(n * plan.bucket(b).numel * 8 for b, n in found.items())
+        assert f"{found.total()} gathers of {len(found)} buckets, {size_text(moved)} in all" in text
+        early = found.total() - len(found)
+        assert (f"{early} make room for other buckets (resident_mb=0" in text) == (early > 0)
+    assert ("make room" in text) == (zero == 3 and mb == 0)
+    assert ("at the start of the step" in text) == (zero < 3)
+
+
+def test_nothing_is_explained_where_nothing_is_shared() -> None:
+    assert "gathers" not in explain(compositions.compiled(replace(CASE, zero=0)))
 
 
 def test_no_weight_gradient_waits_for_a_gather() -> None:
