@@ -43,6 +43,7 @@ SECTIONS = {
     "faults": "faults:rows",
     "loader": "loader:rows",
     "step": "step_time:rows",
+    "sharded": "step_sharded:rows",
     "prediction": "prediction:rows",
     "tune": "tuner:rows",
 }

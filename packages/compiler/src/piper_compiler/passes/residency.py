@@ -11,6 +11,7 @@ behind scheduling, each next to the compute that it belongs to:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -194,6 +195,8 @@ class _Role:
         self.adder, self.uses, self.role, self.order, self.buckets = adder, uses, role, order, buckets
         self.ops = [adder.deps.node(i).op for i in order]
         self.policy = self._policies()
+        self.starts: list[float] | None = None
+        self.ending = _ending(self.ops)
 
     def _policies(self) -> dict[str, Replication]:
         """Return what the strategy says of each bucket."""
@@ -304,7 +307,15 @@ class _Role:
 
     def _place(self, last: int, ends: float, starts: Sequence[float]) -> int:
         """Return the first compute after `last` that starts when a scatter should have ended, or else a final fold."""
-        for k in range(last + 1, len(self.order)):
-            if starts[self.order[k]] >= ends or not isinstance(self.ops[k], Compute):
-                return k
-        return len(self.order) - 1
+        if self.starts is None:
+            self.starts = [starts[i] for i in self.order]  # ascending, since compute runs one after the other
+        ready = bisect_left(self.starts, ends, last + 1)
+        return min(ready, self.ending[last + 1], len(self.order) - 1)
+
+
+def _ending(ops: Sequence[Op]) -> list[int]:
+    """Return for each index, and the one behind the last, the first from there on that does not compute a chunk."""
+    out = [len(ops)]
+    for k in reversed(range(len(ops))):
+        out.append(out[-1] if isinstance(ops[k], Compute) else k)
+    return out[::-1]
