@@ -22,7 +22,7 @@ from piper_ir.plan_bytes import flat_bytes
 
 PAIRS, QUICK_PAIRS = 30, 4
 TIME_GOAL, PEAK_GOAL = Goal("above", 0.98), Goal("below", 0.7)
-DEEP = replace(SMALL, name="16 layers of 3 MiB", width=256, layers=16, context=16, rows=1, heads=4, steps=1)
+DEEP = replace(SMALL, name="32 layers of 3 MiB", width=256, layers=32, context=16, rows=1, heads=4, steps=1)
 """Parameters, and not activations, are most of what it holds."""
 
 

@@ -10,16 +10,18 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import piper
 from piper.views.explain import explain
-from piper_compiler import Strategy, recipes, replicate
+from piper_compiler import Strategy, durations, recipes, replicate
+from piper_compiler.passes import release, residency
 from piper_ir.errors import CompileError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, Compute
+from piper_ir.ops import Collective, Compute, Fresh
 from piper_ir.plan import Part, Plan
 from piper_ir.select import where
 from piper_ir.text import format_plan, parse_plan
@@ -186,6 +188,35 @@ def test_the_explanation_says_what_is_gathered_and_why_a_window_ends(zero: int, 
 
 def test_nothing_is_explained_where_nothing_is_shared() -> None:
     assert "gathers" not in explain(compositions.compiled(replace(CASE, zero=0)))
+
+
+def under_way(plan: Plan) -> int:
+    """The most buffers that are being scattered, or scattered and kept, when a role makes another one."""
+    most = 0
+    for role in plan.roles:
+        going: set[str] = set()
+        made: set[str] = set()
+        for instr in role.program:
+            going -= set(instr.frees_before)
+            for part in instr.parts:
+                if isinstance(part.op, Fresh):
+                    made |= set(part.writes)
+                    most = max(most, len(going))
+                elif isinstance(part.op, Collective) and part.reads and part.reads[0] in made:
+                    going.add(part.reads[0])
+                going -= set(part.frees)
+    return most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_one_scatter_is_under_way_while_a_buffer_is_filled(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow links are; negative control: without the bound there are more, where folds do not wait for them anyway."""
+    c = replace(CASE, model="deep", schedule=schedule)
+    monkeypatch.setattr(residency, "LINK", 1e3)
+    monkeypatch.setattr(durations, "LINK", 1e3)
+    assert under_way(compositions.compiled(c).plan) == 1
+    monkeypatch.setattr(release, "_bounded", lambda draft, sent, *_: np.full(len(sent), np.iinfo(np.int64).max))
+    assert under_way(compositions.compiled(c).plan) > 1 or schedule != "1f1b"
 
 
 def test_no_weight_gradient_waits_for_a_gather() -> None:
