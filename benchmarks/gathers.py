@@ -124,9 +124,11 @@ def most_held(plan: Plan, role: RolePlan) -> int:
 
 def steps_that_hold(plan: Plan) -> Counter[str]:
     """Return how many parts of each step hold gathered parameters."""
-    kinds = plan.kinds
-    parts = (p for _, _, instr in plan.instructions() for p in instr.parts if isinstance(p.op, Compute))
-    return Counter(p.op.step for p in parts if any(kinds[v][1] == "gathered" for v in p.held))  # type: ignore[union-attr]
+    kinds, out = plan.kinds, Counter[str]()
+    for part in (p for _, _, instr in plan.instructions() for p in instr.parts):
+        if isinstance(part.op, Compute) and any(kinds[v][1] == "gathered" for v in part.held):
+            out[part.op.step] += 1
+    return out
 
 
 KINDS = {

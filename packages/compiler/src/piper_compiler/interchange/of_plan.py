@@ -105,7 +105,7 @@ class _Row:
         return [*found, *found] if len({a.phase == "F" for a in found}) > 1 else [*found]
 
     def _action(self, part: Part, backward: dict[tuple[int, int], bool]) -> Action:
-        """Return the action that a step of a chunk is part of; recomputation is part of the backward that it precedes."""
+        """Return the action that a step of a chunk is part of; recomputation belongs to the backward that follows."""
         assert isinstance(part.op, Compute) and part.op.step != "B"
         stage, step = self.stages[part.op.chunk], part.op.step
         apart: ActionPhase = "I" if step == "R" else step

@@ -21,7 +21,7 @@ WAY_OUT = "or write the compute-only table (lowered=False)"
 Placed = tuple[int, int, CommCell]
 """An instruction, the order among the cells there, and a cell."""
 RESHARD_ORDER, UNSHARD_ORDER = 3, 4
-"""Behind what stands at the same instruction: an action, its transfers, and REDUCE_GRAD."""
+"""The places behind what stands at the same instruction: an action, its transfers, and REDUCE_GRAD."""
 
 
 @dataclass
