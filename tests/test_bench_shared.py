@@ -34,7 +34,7 @@ def test_the_plans_beside_fsdp2_share_all_states(kind: str) -> None:
 @pytest.mark.long
 def test_both_sides_train_the_same_and_hold_what_is_measured() -> None:
     kind = "FSDP2, 1F1B"
-    time, cpu = step_sharded.timed(kind, step_model.TINY, 1)
+    time, cpu = step_sharded.timed(kind, step_model.TINY, 0, 1)
     assert time.value > 0 and cpu.value > 0
     assert [row.value > 0 for row in step_sharded.peaks(kind, step_model.TINY)] == [True, True]
     assert step_sides.SHARDED is step_kinds.SHARDED
