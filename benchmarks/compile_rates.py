@@ -17,7 +17,7 @@ from statistics import median
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks import score_rates
+from benchmarks import score_rates, shared_rates
 from benchmarks.measure import Goal, Row, machine
 from packages.compiler.tests.compile_cases import users_place
 from piper_compiler import Strategy, compile_program, place, recipes, synthetic
@@ -70,7 +70,7 @@ def _cpu_seconds(program: Program, strategy: Strategy) -> float:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Return the worst case, then every size of the two series with its growth, then what scoring takes."""
+    """Return the worst case, then every size of the two series with its growth, then shared states and scoring."""
     repeats = 2 if quick else 5
     ((nodes, seconds),) = timed([(24, 8, 32)], repeats)
     note = f"{nodes:,} nodes; the prototype made 8,584 of it and took 204 s"
@@ -81,6 +81,7 @@ def rows(quick: bool) -> list[Row]:
         _own_directive(repeats),
         *_series("24 layers, pp=8, m={}", by_m, timed([(24, 8, m) for m in by_m], repeats)),
         *_series("3 layers per device, pp={}, m=64", by_p, timed([(3 * p, p, 64) for p in by_p], repeats)),
+        *shared_rates.rows(quick),
         *score_rates.rows(quick),
     ]
 

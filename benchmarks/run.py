@@ -44,6 +44,7 @@ SECTIONS = {
     "recovery": "recovery:rows",
     "loader": "loader:rows",
     "step": "step_time:rows",
+    "sharded": "step_sharded:rows",
     "prediction": "prediction:rows",
     "zero": "zero_prediction:rows",
     "tune": "tuner:rows",

@@ -1,8 +1,9 @@
 """Take one large model on many devices from the model to the simulated step, in this process.
 
-python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128
+python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128 [zero [bucket_mb]]
 
-Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster. It prints one JSON
+Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster, the level at
+which replicas share states (0), and the MiB of a bucket (25). It prints one JSON
 object: CPU and wall seconds of each phase, the most memory that the process took, and facts of the plan. It simulates
 with contention.
 """
@@ -35,7 +36,9 @@ class Clock:
         return found
 
 
-def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str) -> dict[str, Any]:
+def measure(
+    model: str | Any, pp: int, dp: int, microbatches: int, cluster: str, zero: int = 0, bucket_mb: int = 25
+) -> dict[str, Any]:
     """Measure every phase; `model` is a preset's name, or sizes.
 
     It captures anew unless this process has captured a job of the same sizes.
@@ -55,7 +58,8 @@ def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str)
     from piper_ir.verify import verify
 
     job = models.job(model, global_batch=microbatches * dp)
-    directives = piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches), piper.recipes.data_parallel(over=("dp",))
+    replicas = piper.recipes.data_parallel(over=("dp",), zero=zero, bucket_mb=bucket_mb)
+    directives = piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches), replicas
     strategy = piper.Strategy(piper.Mesh(pp=pp, dp=dp), [d for part in directives for d in part])
     clock.time("capture", lambda: captured_job(job))
     compiled = clock.time("compile", lambda: piper.compile(job, strategy))
@@ -76,5 +80,5 @@ def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str)
 
 
 if __name__ == "__main__":
-    name, *sizes, where = sys.argv[1:]
-    print(json.dumps(measure(name, *(int(n) for n in sizes), where)))
+    name, pp, dp, microbatches, where, *level = sys.argv[1:]
+    print(json.dumps(measure(name, int(pp), int(dp), int(microbatches), where, *map(int, level))))

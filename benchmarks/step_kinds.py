@@ -61,3 +61,14 @@ PIPELINES = {
     "DualPipeV": Pipeline(piper.recipes.dualpipe_v, ScheduleDualPipeV, chunks=2, vee=True),
 }
 KINDS = (*PIPELINES, DATA_PARALLEL)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Hold a comparison with FSDP2, whose two replicas share all states, on stages that run 1F1B (1: no pipeline)."""
+
+    stages: int
+    mesh: str
+
+
+SHARDED = {"FSDP2": Sharded(1, "dp=2"), "FSDP2, 1F1B": Sharded(2, "pp=2 x dp=2")}

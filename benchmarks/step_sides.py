@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.step_kinds import PIPELINES, WORLD
+from benchmarks.fsdp2_side import TorchSharded
+from benchmarks.step_kinds import PIPELINES, SHARDED, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
@@ -27,7 +28,7 @@ from piper_runtime.transport import GlooCommunicators
 class Setup:
     """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
 
-    `kind`: see `step_kinds.KINDS`.
+    `kind`: see `step_kinds.KINDS` and `SHARDED`.
     """
 
     kind: str
@@ -142,6 +143,10 @@ class Ours:
         forward = {i for i, found in enumerate(ops) if any(isinstance(op, Compute) and op.step == "F" for op in found)}
         return [end - start for i, start, end in self._engine.spans if i in forward]
 
+    def state_bytes(self) -> int:
+        """Return the bytes that this rank keeps between steps."""
+        return sum(state.nbytes for state in self._bound.role.states)
+
     def close(self) -> None:
         self._streams.close()
 
@@ -155,4 +160,6 @@ def initial_model(setup: Setup) -> GPT:
 
 def theirs(setup: Setup, rank: int) -> Side:
     """Return torch's side of a comparison."""
+    if setup.kind in SHARDED:
+        return TorchSharded(setup.kind, setup.regime, initial_model(setup), setup.global_batch, rank)
     return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

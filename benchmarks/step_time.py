@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import mean, median
@@ -23,6 +23,7 @@ from benchmarks.step_model import LARGE, SMALL, Regime, job
 from benchmarks.step_profile import Profile
 from benchmarks.step_sides import Setup
 from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
+from piper.api.compiling import Compiled
 from piper_runtime.rank import ShippedCode
 
 PAIRS, QUICK_PAIRS = 40, 6
@@ -99,23 +100,24 @@ def prepared(kind: str, regime: Regime) -> Setup:
         work, mesh = job(regime, WORLD * regime.rows), piper.Mesh(dp=WORLD)
         recipe = piper.recipes.data_parallel(over=("dp",))
     compiled = piper.compile(work, piper.Strategy(mesh, recipe))
-    plan = compiled.plan
+    return Setup(kind, regime, compiled.plan, shipped_code(compiled))
+
+
+def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:
+    """Return the code of a plan, as workers get it."""
     assert compiled.code is not None
-    code = compiled.code.export([c.code for c in plan.chunks], plan.rows)
-    shipped = {
-        name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()} for name, steps in code.items()
-    }
-    return Setup(kind, regime, plan, shipped)
+    code = compiled.code.export([c.code for c in compiled.plan.chunks], compiled.plan.rows)
+    return {name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()} for name, steps in code.items()}
 
 
 def run(setup: Setup, pairs: int) -> list[Measured]:
-    """Start the two processes and collect what they measure; RuntimeError with the traceback of one that fails."""
+    """Start the processes and collect what they measure; RuntimeError with the traceback of one that fails."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="piper-bench-") as folder:
         pipes: list[Connection[Any, Any]] = []
         processes = []
         try:
-            for rank in range(WORLD):
+            for rank in range(setup.plan.mesh.world):
                 ours, its = context.Pipe(duplex=False)
                 process = context.Process(target=work, args=(setup, rank, str(Path(folder, "store")), pairs, its), daemon=True)
                 process.start()

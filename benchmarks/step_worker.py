@@ -1,4 +1,4 @@
-"""Run one of the two processes of a comparison.
+"""Run one of the processes of a comparison.
 
 It holds both sides, so that they alternate in the same processes, on the same cores and on the same allocator.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.step_kinds import WORLD
+from benchmarks.fsdp2_side import TorchSharded, most_allocated
 from benchmarks.step_profile import Profile, profiled
 from benchmarks.step_sides import Ours, Setup, Side, theirs
 
@@ -50,7 +50,7 @@ class Measured:
     """Hold what one rank has seen.
 
     Seconds per step of each timed run have one entry per pair, by the clock and of the process's CPU time; `forward_s`
-    are those of each forward of ours.
+    are those of each forward of ours. Peaks are the most bytes in a step, where torch's side shares states.
     """
 
     ours: list[Timing] = field(default_factory=list)
@@ -58,6 +58,8 @@ class Measured:
     forward_s: list[float] = field(default_factory=list)
     profile_ours: Profile = field(default_factory=dict)
     profile_theirs: Profile = field(default_factory=dict)
+    peak_ours: int = 0
+    peak_theirs: int = 0
 
 
 def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, Any]) -> None:
@@ -81,9 +83,10 @@ def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, 
 
 def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[], None]) -> Measured:
     alive()
-    store = dist.FileStore(path, WORLD)
+    world = setup.plan.mesh.world
+    store = dist.FileStore(path, world)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
+        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     a, b = Ours(setup, rank, store), theirs(setup, rank)
     for side in (a, b):
@@ -97,6 +100,11 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
         for side, timings in order if pair % 2 == 0 else reversed(order):
             timings.append(_timed(side.step, setup.regime.steps))
             alive()
+    if isinstance(b, TorchSharded):
+        out.peak_ours, out.peak_theirs = (side.state_bytes() + most_allocated(side.step) for side in (a, b))
+        dist.barrier()
+        a.close()
+        return out
     steps = max(setup.regime.steps, PROFILED_STEPS)
     out.forward_s = a.forward_s()
     dist.barrier()

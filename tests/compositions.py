@@ -92,7 +92,8 @@ class Composition:
     anywhere). backward: "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where
     there is an order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two
     may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
-    stream, all receives on another. keep: the policy of recomputation of everything."""
+    stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
+    keep the same each, where the others share states."""
 
     model: str
     pp: int = 1
@@ -118,18 +119,20 @@ class Composition:
     reduced_mb: float | str = 0
     prefetch: int = 1
     keep: str = "all"
+    rep: int = 1
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
         shown += [x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual]
         if self.zero:
+            shown += [f"rep={self.rep}"] * (self.rep > 1)
             shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
         return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
 
 
 def job_of(c: Composition) -> Job:
     """The job that a composition trains."""
-    case = models.CASES[c.model]
+    case = models.case(c.model)
     return Job(
         model=case.model, batch=case.batch, loss=case.loss, optimizer=OPTIMIZERS[c.optimizer],
         global_batch=c.rows * c.microbatches * c.dp, scheduler=decay if c.scheduler else None, clip_norm=c.clip,
@@ -174,10 +177,15 @@ def expected(c: Composition, steps: int = parity.STEPS) -> parity.Reference:
 def strategy_of(c: Composition) -> Strategy:
     """The mesh and directives of a composition."""
     program = captured(c.model, c.precision).program
-    sharing = dict(zero=c.zero, resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch) if c.zero else {}
+    sharing: dict[str, Any] = {}
+    if c.zero:
+        shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
+        level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
+        sharing = dict(resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level)
     data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
-    return Strategy(Mesh(pp=c.pp, dp=c.dp), (_pipeline(c, program), data_parallel, again))
+    axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
+    return Strategy(Mesh(pp=c.pp, **axes), (_pipeline(c, program), data_parallel, again))
 
 
 def compiled(c: Composition) -> Compiled:
@@ -334,7 +342,7 @@ def _devices(c: Composition, groups: int) -> dict[tuple[int, int], int]:
 
 def _random_devices(c: Composition, cells: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
     rng = Random(c.seed)
-    if models.CASES[c.model].buffers:  # a chunk that updates a buffer runs on one device
+    if models.case(c.model).buffers:  # a chunk that updates a buffer runs on one device
         groups = list(dict.fromkeys(g for g, _ in cells))
         rng.shuffle(groups)
         home = {g: k if k < c.pp else rng.randrange(c.pp) for k, g in enumerate(groups)}
@@ -357,7 +365,7 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
     while left:
         i = rng.choice(sorted(left)) if c.schedule == "random" else _next_1f1b(left, groups)
         group, phase, _ = left[i][0]
-        if phase == "F" and models.CASES[c.model].buffers:  # buffers are updated in the order of microbatches
+        if phase == "F" and models.case(c.model).buffers:  # buffers are updated in the order of microbatches
             i = min(k for k, tasks in left.items() if k <= i and tasks[0][1] == "F" and tasks[0][0] <= group)
         out.append(left[i].pop(0))
         if not left[i]:
@@ -368,7 +376,7 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
 def fitted(c: Composition) -> Composition:
     """The composition on as many devices as its model can fill."""
     program = captured(c.model, c.precision).program
-    updates_buffers = models.CASES[c.model].buffers
+    updates_buffers = models.case(c.model).buffers
     if c.schedule == "dualpipe" and updates_buffers:  # it runs each stage on two devices, whose copies would differ
         c = replace(c, schedule="random")
     if c.schedule in PIPELINES:

@@ -116,6 +116,12 @@ def test_optimizer_state_clipping_and_many_buckets(name: str, optimizer: str) ->
     assert not found, "\n".join(found[:6])
 
 
+def test_the_norm_of_one_role_holds_its_result_alone() -> None:
+    """No reduction follows it, whose buffer would hide more."""
+    found = lies(*measure(Composition("skip", 1, 2, 2, optimizer="adamw", clip=0.05, bucket_mb=0.01)))
+    assert not found, "\n".join(found[:6])
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("placement", ["v", "shared", "random"])
 @pytest.mark.parametrize("name", ["gpt_dropout", "skip", "slices", "keywords"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import piper
+from benchmarks.gathers import order_of, plan_of
 
 SCRIPT = Path(__file__).with_name("torch_pipeline.py")
 RECIPES = {
@@ -24,7 +25,8 @@ ONCE = 120
 
 
 def written(folder: Path) -> list[Path]:
-    """Compute-only, lowered as torch does, and lowered as our plan communicates; and one that forgets to reduce."""
+    """Compute-only, lowered as torch does, and lowered as our plan communicates; one that gathers, and one that forgets to
+    reduce."""
     paths = []
     for name, directives in RECIPES.items():
         strategy = piper.Strategy(piper.Mesh(pp=2), directives)
@@ -33,6 +35,8 @@ def written(folder: Path) -> list[Path]:
         for kind, source, lowered in (("", strategy, False), ("-lowered", strategy, True), ("-plan-lowered", plan, True)):
             paths.append(folder / f"{name}{kind}.csv")
             piper.write_schedule_csv(source, paths[-1], lowered=lowered)
+    paths.append(folder / "gathered-lowered.csv")
+    piper.write_schedule_csv(plan_of(order_of("interleaved, v=2", 2, 4), 1, 0), paths[-1], lowered=True)
     text = (folder / "zb_h1-lowered.csv").read_text()
     paths.append(folder / "unreduced-lowered.csv")
     paths[-1].write_text(re.sub(r",\d+REDUCE_GRAD", "", text))
@@ -71,6 +75,10 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[floa
 def test_gradients_are_those_of_one_device(differences: dict[str, list[float]], name: str, kind: str) -> None:
     first, second = differences[name + kind]
     assert max(first, second) < 1e-12
+
+
+def test_a_table_with_gathers_of_whole_stages_runs(differences: dict[str, list[float]]) -> None:
+    assert max(differences["gathered-lowered"]) < 1e-12
 
 
 def test_negative_control_a_schedule_without_reductions_is_seen(differences: dict[str, list[float]]) -> None:

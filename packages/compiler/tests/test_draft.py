@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,8 +86,9 @@ def as_dicts(found: Releases) -> Frees:
 def test_waits_and_frees_are_those_found_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def compared(draft: Draft, uses: Uses, times: Times) -> Releases:
-        found = releases(draft, uses, times)
+    def compared(draft: Draft, uses: Uses, times: Times, buffers: Any) -> Releases:
+        assert not len(buffers[0])
+        found = releases(draft, uses, times, buffers)
         assert as_dicts(found) == plain_releases(draft, uses, times)
         for waits in (draft.waits, draft.waits + found.waits):
             assert list(draft.waits_of(draft.needed(waits))) == plain_waits(draft, waits)

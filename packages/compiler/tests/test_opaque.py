@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -163,6 +164,60 @@ def test_the_code_of_a_region_gives_what_autograd_gives() -> None:
     assert all(t.is_contiguous() and not t.requires_grad for t in (*outs, *grads))
 
 
+def recurrent(x: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+    """An LSTM, whose kernel takes all weights at once."""
+    start = (torch.zeros(1, x.shape[0], D, dtype=x.dtype),) * 2
+    return (torch.lstm(x, start, params, True, 1, 0.0, True, False, True)[0],)
+
+
+def attended(x: Tensor, qkv: Tensor, out: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return (F.multi_head_attention_forward(x, x, x, D, 2, qkv, bias, None, None, False, 0.0, out, None, need_weights=False)[0],)
+
+
+def viewed(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Autograd saves a part of the parameter under another dtype, and its square, which is no part of it."""
+    return (x * weight[2:].t().square() * weight[1].view(torch.int64).bitwise_and(1),)
+
+
+BODIES = {
+    "LSTM": (recurrent, ((4 * D, D), (4 * D, D), (4 * D,), (4 * D,))),
+    "attention": (attended, ((3 * D, D), (D, D), (3 * D,))),
+    "views": (viewed, ((2 + D, D),)),
+}
+
+
+def flat_params(shapes: tuple[tuple[int, ...], ...], seed: int) -> list[Tensor]:
+    """Parameters that are views of one tensor, as those of a bucket."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.randn(sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_parameters_may_die_between_forward_and_backward(name: str) -> None:
+    """And are given anew, with other values if one so wishes: the negative control."""
+    body, shapes = BODIES[name]
+    count = len(shapes)
+    x = torch.randn(D, D, D, dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (x, *flat_params(shapes, 0))]
+    with torch.enable_grad():
+        expected = body(*leaves)
+    tangent = torch.randn_like(expected[0])
+    wanted = torch.autograd.grad(expected, leaves, tangent)
+    forward = forward_step(body, [True] * (1 + count), [True], returns="all", params=range(1, 1 + count))
+    backward = backward_step(1, [True] * (1 + count), {1 + k: k for k in range(count)})
+    for seed in (0, 1):
+        params = flat_params(shapes, 0)
+        died: list[bool] = []
+        weakref.finalize(params[0].untyped_storage(), died.append, True)
+        out, handle = forward([x, *params])
+        assert torch.equal(out, expected[0])
+        del params
+        assert died == [True]
+        found = backward([handle, tangent, *flat_params(shapes, seed)])
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) == (seed == 0)
+
+
 def test_source_reaches_another_process_as_text() -> None:
     """With its constants, and with the device that it runs on in place of the one in the model."""
     code = captured("opaque").code
@@ -188,3 +243,10 @@ def test_the_case_is_one_that_needs_it() -> None:
 
     with pytest.raises(CaptureError, match="multi_head_attention_forward"):
         program(Bare)
+
+
+def test_questions_about_a_tensor_are_no_kernels() -> None:
+    """Each kernel of a region takes a launch in predictions."""
+    forward = captured("opaque").bind(2).chunk("layer0_opaque1").steps["F"]
+    assert sum(k.count for k in forward.cost.kernels if k.kind == "other") <= 3
+    assert 10 < sum(k.count for k in forward.cost.kernels) < 20

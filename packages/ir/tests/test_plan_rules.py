@@ -30,7 +30,7 @@ from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
-from piper_ir.plan import Instr, Part, Plan
+from piper_ir.plan import Instr, Part, Plan, State
 from piper_ir.program import Input, Output
 from piper_ir.shards import Shards
 from piper_ir.sizes import Affine, TensorSpec
@@ -483,6 +483,69 @@ def _norm_of_one(plan: Plan) -> Plan:
 @breaks("R27-dataflow", "not asked for norm own summed over dp, norm tied summed over dp")
 def _norm_over_replicas(plan: Plan) -> Plan:
     return change_channel(plan, "norm", over=("dp",))
+
+
+@breaks("R07-signature", "update: it is an op of the whole step, and names the microbatch 1")
+def _update_of_a_microbatch(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "update", mb=1)
+
+
+@breaks("R07-signature", "squares: it is an op of the whole step, and names the microbatch 0")
+def _norm_of_a_microbatch(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "squares", mb=0)
+
+
+@breaks("R07-signature", "reduce.own: it is an op of the whole step, and names the microbatch 1")
+def _reduction_of_a_microbatch(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "reduce.own", mb=1)
+
+
+@breaks("R07-signature", "send.a@0: microbatch 2 is not in -1..1")
+def _send_of_no_microbatch(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "send.a@0", mb=2)
+
+
+@breaks("R07-signature", "the plan has 0 rows in a microbatch; at least one is needed")
+def _no_rows(plan: Plan) -> Plan:
+    return replace(plan, rows=0)
+
+
+@breaks("R07-signature", "the plan has 0 microbatches; at least one is needed")
+def _no_microbatches(plan: Plan) -> Plan:
+    return replace(plan, microbatches=0)
+
+
+@breaks("R08-states", "the state optim:ghost has 512 bytes; the plan has no such tensor")
+def _optimizer_of_no_bucket(plan: Plan) -> Plan:
+    states = tuple(replace(s, name="ghost") if s.id == "optim:own" else s for s in plan.role("pp1").states)
+    return with_peaks(change_role(plan, "pp1", states=states))
+
+
+@breaks("R08-states", "it has the state optim:own of a bucket that it does not use")
+def _optimizer_of_another_role(plan: Plan) -> Plan:
+    return with_peaks(change_role(plan, "pp0", states=(*plan.role("pp0").states, State("optim", "own", 512, True))))
+
+
+def _change_head(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, chunks=(plan.chunks[0], replace(plan.chunks[1], **fields)))
+
+
+@breaks("R07-signature", "input 5 of chunk head is the param bias as a float32[8]; it is a float32[16]")
+def _parameter_of_another_shape(plan: Plan) -> Plan:
+    head = plan.chunks[1]
+    return _change_head(plan, inputs=(*head.inputs[:5], replace(head.inputs[5], spec=TensorSpec((8,), "float32"))))
+
+
+@breaks("R34-accumulation", "chunk head adds 0 times to the gradient of bias in a microbatch; 1 is expected")
+def _accumulation_dropped(plan: Plan) -> Plan:
+    steps = plan.chunks[1].steps
+    return _change_head(plan, steps={**steps, "W": replace(steps["W"], accumulates=(4,))})
+
+
+@breaks("R34-accumulation", "chunk head adds 2 times to the gradient of table in a microbatch; 1 is expected")
+def _accumulation_doubled(plan: Plan) -> Plan:
+    steps = plan.chunks[1].steps
+    return _change_head(plan, steps={**steps, "I": replace(steps["I"], accumulates=(4,))})
 
 
 @breaks("R28-peak", "the plan states a peak of bytes 1, and the scan gives")

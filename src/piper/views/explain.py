@@ -7,6 +7,7 @@ from typing import Any
 
 from piper.api.compiling import Compiled, advancing_notice
 from piper.views.explain_recompute import recomputation
+from piper.views.explain_sharing import sharing
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.plan_bytes import bucket_bytes
@@ -28,6 +29,7 @@ def explain(compiled: Compiled) -> str:
         _order(compiled),
         _split_backwards(compiled),
         recomputation(compiled.plan),
+        sharing(compiled.plan, compiled.graph.replication),
         _overlaps(compiled),
         _roles(compiled.plan),
         _communication(compiled.plan),

@@ -102,7 +102,7 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     seconds = InstructionSeconds(chunks.values(), request.costs)
     orders = interleavings(graph, overlap_seconds(graph, chunks, rows, seconds))
     best = first_to_finish(orders, lambda order: drafted(order, chunks, rows, request.options, seconds))
-    freed = releases(best.draft, best.uses, best.times)
+    freed = releases(best.draft, best.uses, best.times, best.buffers())
     programs = best.programs(freed)
     plan = with_peaks(plan_of(best.graph, chunks, rows, programs, request))
     return Lowered(best.graph, plan, lambda: best.prepared(freed))

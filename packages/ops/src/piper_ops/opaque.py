@@ -6,17 +6,21 @@ the latter up.
 
 Under a policy of recomputation F keeps no handle. R runs the forward once more, and returns the handle alone.
 
+Autograd keeps no parameter that I is given again: what it saves of one is kept as a place in it. So the memory of the
+parameters may be freed between F and I, and I may be given others with the same content, as when ranks share them.
+
 Returned tensors own their bytes and are contiguous, as everywhere: those that are not are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 Body = Callable[..., Sequence[torch.Tensor]]
 BoxedStep = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -34,11 +38,58 @@ class Recorded:
 
     Attributes:
         outputs: edges of the outputs whose gradients will come.
-        inputs: the inputs whose gradients are wanted.
+        inputs: the inputs whose gradients are wanted; those that are parameters to be given again are empty.
+        given: the parameters by index, which are put in for the time of the backward.
     """
 
     outputs: tuple[GradientEdge, ...]
     inputs: tuple[torch.Tensor, ...]
+    given: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Say where a tensor lies in a parameter: its dtype, size and stride, and its offset from where that begins."""
+
+    param: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Places:
+    """Keep what autograd saves of parameters as places in them; tensors are made again from those in `given`."""
+
+    def __init__(self, params: Mapping[int, torch.Tensor]) -> None:
+        self.given: dict[int, torch.Tensor] = {}
+        self._params: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by storage; parameters may share one
+        for k, t in sorted(params.items(), key=lambda item: item[1].storage_offset()):
+            self._params.setdefault(storage_key(t), []).append((k, t))
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor | _Place:
+        """Return the tensor, or its place in the last parameter that does not begin behind it."""
+        found: _Place | None = None
+        for k, param in self._params.get(storage_key(t), ()):
+            offset = t.storage_offset() - _as_dtype(param, t.dtype).storage_offset()
+            if found is None or offset >= 0:
+                found = _Place(k, t.dtype, t.size(), t.stride(), offset)
+        return t.detach() if found is None else found  # without its graph, which would hold itself
+
+    def unpack(self, kept: torch.Tensor | _Place) -> torch.Tensor:
+        """Return the tensor that was packed."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        base = _as_dtype(self.given[kept.param], kept.dtype)
+        return base.as_strided(kept.size, kept.stride, base.storage_offset() + kept.offset)
+
+    def ended(self) -> None:
+        """Let go of the parameters of the forward."""
+        self._params.clear()
+
+
+def _as_dtype(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return param if param.dtype == dtype else param.detach().reshape(-1).view(dtype)
 
 
 def forward_step(
@@ -47,6 +98,7 @@ def forward_step(
     tangents: Sequence[bool],
     constants: Sequence[torch.Tensor] = (),
     returns: Returned = "all",
+    params: Sequence[int] = (),
 ) -> BoxedStep:
     """Return the step F of an opaque chunk, or R.
 
@@ -58,48 +110,56 @@ def forward_step(
         tangents: tangents[k] says whether the gradient of output k will come.
         constants: tensors that are no inputs.
         returns: outputs and handle, the outputs (F under a policy of recomputation), or the handle (R).
+        params: the inputs that the step I is given again; they are contiguous.
     """
 
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = tuple(args)
         args.clear()
         inputs = tuple(t.detach().requires_grad_() if want else t for t, want in zip(given, wanted, strict=True))
-        with torch.enable_grad():
+        places = _Places({k: inputs[k] for k in params})
+        with torch.enable_grad(), saved_tensors_hooks(places.pack, places.unpack) if params else nullcontext():
             outputs = tuple(body(*inputs, *constants))
             edges = tuple(get_gradient_edge(o) for o, comes in zip(outputs, tangents, strict=True) if comes)
+        places.ended()
         with torch.no_grad():
             results = owned((o.detach() for o in outputs), given) if returns != "handle" else ()
             del outputs
             if returns == "outputs" or not edges:
                 return results
-            return (*results, _handle(Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w))))
+            handle = torch.empty(0, dtype=torch.uint8, device=given[params[0]].device if params else None)
+            for k in params:
+                if wanted[k]:  # the graph keeps the tensor, but not its memory
+                    inputs[k].data = handle.view(inputs[k].dtype)
+            setattr(handle, _GRAPH, Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w), places.given))
+            return (*results, handle)
 
     return step
 
 
-def _handle(graph: Recorded) -> torch.Tensor:
-    handle = torch.empty(0, dtype=torch.uint8)
-    setattr(handle, _GRAPH, graph)
-    return handle
-
-
-def backward_step(tangents: int, used: Sequence[bool]) -> BoxedStep:
+def backward_step(tangents: int, used: Sequence[bool], params: Mapping[int, int] | None = None) -> BoxedStep:
     """Return the step I of an opaque chunk.
 
-    The step's arguments are the handle, as many tangents as `tangents` says, and tensors that autograd has saved and
-    that are only kept alive. used[k] says whether the forward depends on the k-th wanted input; the others get no
-    gradient.
+    The step's arguments are the handle, as many tangents as `tangents` says, and more tensors: the parameters, and what
+    autograd has saved and is only kept alive. used[k] says whether the forward depends on the k-th wanted input; the
+    others get no gradient. `params` has the index of each parameter of the forward among the last arguments.
     """
+    places = dict(params or {})
 
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         recorded: Recorded = getattr(args[0], _GRAPH)
         delattr(args[0], _GRAPH)
         given = tuple(args[1 : 1 + tangents])
+        again = recorded.given
+        again.update((k, args[1 + tangents + n]) for k, n in places.items())
         args.clear()
         inputs = [t for t, u in zip(recorded.inputs, used, strict=True) if u]
         outputs = list(recorded.outputs)
         del recorded
-        found = torch.autograd.grad(outputs, inputs, given)
+        try:
+            found = torch.autograd.grad(outputs, inputs, given)
+        finally:
+            again.clear()
         del inputs, outputs
         with torch.no_grad():
             return owned(found, given)

@@ -1,8 +1,9 @@
 """Make the steps of an opaque region, which autograd runs as the user wrote it: nothing is made functional or cut.
 
 F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those
-that autograd saved beyond inputs, parameters and outputs. I reads the inputs, parameters and outputs that autograd
-saved, so that they live until then. I makes all gradients; those of parameters go to W (`iw`), which adds them up.
+that autograd saved beyond inputs, parameters and outputs. I reads the inputs and outputs that autograd saved, so that
+they live until then, and the parameters, which need not live in between. I makes all gradients; those of parameters
+go to W (`iw`), which adds them up.
 
 Under a policy of recomputation F keeps nothing, and R is the F that keeps. It makes outputs once more, which count in
 `saved0` where autograd saves them.
@@ -77,7 +78,9 @@ def trace_opaque(
         steps["I"] = Signature(reads, made, (), trial.backward.cost(), trial.backward.liveness())
         used = [k in trial.used for k, i in enumerate(inputs) if i.needs_grad]
         code["I"] = StepCode(
-            f"# step I\nfrom piper_ops.opaque import backward_step\n\nstep = backward_step({sum(comes)}, {used})\n", {}
+            "# step I\nfrom piper_ops.opaque import backward_step\n\n"
+            f"step = backward_step({sum(comes)}, {used}, {trial.params})\n",
+            {},
         )
         if params:
             steps["W"], code["W"] = _accumulate(params, [specs[k] for k in params], reduce)
@@ -87,11 +90,13 @@ def trace_opaque(
     fixed = {f"constant{i}": value for i, value in enumerate(constants.values())}
     source = f"{body}\n\nstep = forward_step(body, {wanted}, {list(comes)}, [{', '.join(fixed)}]"
     whole = not (trial.again and trial.used)
-    code = {"F": StepCode(f"# step F\n{source})\n" if whole else f"# step F\n{source}, 'outputs')\n", fixed), **code}
+    ends = {"F": "'all'" if whole else "'outputs'", "R": repr(again)}
+    made_by = {step: StepCode(f"# step {step}\n{source}, {end}, {list(trial.params)})\n", fixed) for step, end in ends.items()}
+    code = {"F": made_by["F"], **code}
     if not whole:
         made = (*writes, "saved0") if again == "all" else ("saved0",)
         steps["R"] = Signature(reads, made, (), trial.repeated.cost(), trial.repeated.liveness())
-        code["R"] = StepCode(f"# step R\n{source}, {again!r})\n", fixed)
+        code["R"] = made_by["R"]
     grads = tuple(k in trial.used for k in range(len(inputs)))
     return TracedChunk(ports, steps, code, comes, grads, random)
 
@@ -173,7 +178,8 @@ class _Watch(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns):
+        asks = func.namespace == "prim"  # prim::device and its like ask a tensor what it is
+        if not asks and (func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)):
             self.observed.kernels.append(kernel_of(func, args, out, kwargs or {}))
         if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
             self.observed.held.append(self.live - self._base)
@@ -203,6 +209,7 @@ class _Trial:
         saved: bytes that autograd keeps beside inputs and outputs; where the forward runs again, the second outputs
             count.
         kept: ports of inputs and outputs that it keeps too.
+        params: the index in `kept` of each parameter there, by input.
         forward: what was observed of F.
         repeated: what was observed of R.
         backward: what was observed of I.
@@ -223,7 +230,10 @@ class _Trial:
             fixed = {n: torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
             self._module, self._body = module, _interpreted(module, fixed)
             self.tangents, self.used = self._reached(mask)
+            self.params: dict[int, int] = {}
             self.kept = self._kept()
+            ports = {k: f"in{k}" for k, i in enumerate(inputs) if i.kind == "param"}
+            self.params = {k: self.kept.index(port) for k, port in ports.items() if port in self.kept}
             with torch.no_grad(), _Watch([*self._given, *fixed.values()]) as watch:
                 self._measure(watch)
 
@@ -266,7 +276,7 @@ class _Trial:
         return inputs if self.again == "handle" else inputs + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
 
     def _forward(self, returns: Returned) -> list[Tensor]:
-        return list(forward_step(self._body, self._wanted, self.tangents, (), returns)(list(self._given)))
+        return list(forward_step(self._body, self._wanted, self.tangents, (), returns, list(self.params))(list(self._given)))
 
     def _measure(self, watch: _Watch) -> None:
         again = self.again if self.used else None
@@ -284,9 +294,10 @@ class _Trial:
         if self.used:
             tangents = [torch.empty_like(o) for o, c in zip(results, self.tangents) if c]
             used = [k in self.used for k, w in enumerate(self._wanted) if w]
-            args = [made.pop(), *tangents]
+            ports = {f"in{k}": t for k, t in enumerate(self._given)} | {f"out{k}": t for k, t in enumerate(results)}
+            args = [made.pop(), *tangents, *(ports[p] for p in self.kept)]
             self.backward = watch.begin()
-            backward_step(len(tangents), used)(args)
+            backward_step(len(tangents), used, self.params)(args)
 
 
 def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:

@@ -8,11 +8,12 @@ of a backward forms an overlapped pair with it. Recomputation at the beginning o
 from __future__ import annotations
 
 from piper_compiler.actions import Action, ActionPhase, Slot
+from piper_compiler.interchange.sharded import Placed, check_scatters, parameter_cells
 from piper_compiler.interchange.table import CommCell, Rows
 from piper_ir.errors import FormatError
 from piper_ir.memory_owners import origins
 from piper_ir.ops import Compute, Recv, Send
-from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan
+from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
 
 _BackwardSteps = dict[tuple[int, int], set[str]]
 """The steps of each backward, by (stage, microbatch)."""
@@ -73,7 +74,11 @@ class _Row:
             group.append(action)
             end = max(end, last[action])
         slots.append((pieces[end][0], self._slot(group)))
-        return self._with_transfers(slots) if lowered else tuple(slot for _, slot in slots)
+        if not lowered:
+            return tuple(slot for _, slot in slots)
+        check_scatters(self.role)
+        gathers = parameter_cells(self.plan, self.role, slots, lambda part: self._action(part, backward))
+        return self._with_transfers(slots, gathers)
 
     def _backwards(self) -> dict[tuple[int, int], bool]:
         """Return for each (stage, microbatch) whether its backward is a B: I and W in one instruction, or one alone."""
@@ -96,10 +101,15 @@ class _Row:
             raise FormatError(f"{instr.name} is recomputation alone, which the format cannot say; use recompute without apart")
         for part in instr.parts:
             if isinstance(part.op, Compute) and part.op.step != "B" and part.op.step != "R":
-                stage, step = self.stages[part.op.chunk], part.op.step
-                phase: ActionPhase = "B" if step != "F" and backward[stage, part.mb] else step
-                found[Action(stage, phase, part.mb)] = None
+                found[self._action(part, backward)] = None
         return [*found, *found] if len({a.phase == "F" for a in found}) > 1 else [*found]
+
+    def _action(self, part: Part, backward: dict[tuple[int, int], bool]) -> Action:
+        """Return the action that a step of a chunk is part of; recomputation belongs to the backward that follows."""
+        assert isinstance(part.op, Compute) and part.op.step != "B"
+        stage, step = self.stages[part.op.chunk], part.op.step
+        apart: ActionPhase = "I" if step == "R" else step
+        return Action(stage, "B" if step != "F" and backward[stage, part.mb] else apart, part.mb)
 
     def _slot(self, group: list[Action]) -> Slot:
         slot = tuple(sorted(group, key=lambda a: a.phase != "F"))
@@ -111,8 +121,8 @@ class _Row:
             )
         return slot
 
-    def _with_transfers(self, slots: list[tuple[int, Slot]]) -> tuple[Slot | CommCell, ...]:
-        """Return the slots with transfers and reductions between them.
+    def _with_transfers(self, slots: list[tuple[int, Slot]], gathers: list[Placed]) -> tuple[Slot | CommCell, ...]:
+        """Return the slots with gathers, transfers and reductions between them.
 
         A receive stands where the first of its values is posted, a send after the last one. Reductions stand after the
         stage's last action: a plan reduces bucket by bucket, which the format cannot express.
@@ -125,7 +135,7 @@ class _Row:
         items += [(i, 1, comm) for comm, i in places.items()]
         done = {action.stage: i for i, slot in slots for action in slot}
         items += [(i, 2, CommCell(stage, "REDUCE_GRAD")) for stage, i in done.items()]
-        return tuple(cell for *_, cell in sorted(items, key=lambda item: item[:2]))
+        return tuple(cell for *_, cell in sorted([*items, *gathers], key=lambda item: item[:2]))
 
     def _transfer(self, instr: Instr) -> CommCell | None:
         """Return the transfer between neighbouring stages that an instruction is part of, or None."""

@@ -54,7 +54,8 @@ class Schedule:
     def of_plan(plan: Plan, *, lowered: bool = False) -> Schedule:
         """Return the table of a plan: what each device computes, and in a lowered table its communication.
 
-        A plan gathers no parameters, so there is no UNSHARD.
+        A lowered table has UNSHARD and RESHARD where ranks share parameters, and the plan gathers and drops whole
+        stages; FormatError where it does not.
         """
         return Schedule(rows_of_plan(plan, lowered=lowered), "plan")
 

@@ -14,7 +14,7 @@ from piper_ir.errors import CompileError
 from piper_ir.graph import Coord, Editor, Replication
 from piper_ir.graph_parts import compute_id
 from piper_ir.plan import Bucket, Channel
-from piper_ir.program import Chunk, Param, Program
+from piper_ir.program import Param, Program
 from piper_ir.sizes import ITEM_BYTES, bind
 
 ALIGN_BYTES = 256
@@ -90,16 +90,6 @@ def _check_whole(edit: Editor, optimizer: str) -> None:
         )
 
 
-def _check_opaque(edit: Editor, chunk: Chunk, policy: Replication) -> None:
-    """Raise CompileError where autograd would keep gathered parameters from forward to backward, beyond the plan."""
-    if chunk.opaque and policy.shard.params and any(i.kind == "param" for i in chunk.inputs):
-        raise CompileError(
-            f"{edit.graph.log[policy.applied]}: {chunk.id} is an opaque region, whose parameters autograd keeps from forward to "
-            "backward, so they cannot be gathered for each; replicate it by zero=2, which shares all other states",
-            (chunk.id,),
-        )
-
-
 def _shared(policy: Replication) -> Replication:
     """Return a policy without the facts in which the parameters of a bucket may differ."""
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
@@ -115,7 +105,6 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
     out: dict[str, tuple[Replication, Coord | None]] = {}
     for chunk in reversed(edit.graph.program.chunks):
         policy = edit.replication.get(chunk.id, none)
-        _check_opaque(edit, chunk, policy)
         names = trains(chunk)
         stage = edit.families[compute_id(chunk.id, "F")][0].coords.get("stage") if names else None
         for name in reversed(names):

@@ -9,6 +9,7 @@ counts would leave the peak to chance.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,8 +59,11 @@ class Releases:
     waits: WaitEdges
 
 
-def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
-    """Return the frees of all roles and the waits that they need, given the times of a run without frees."""
+def releases(draft: Draft, uses: Uses, times: Times, buffers: tuple[Ints, Ints]) -> Releases:
+    """Return the frees of all roles and the waits that they need, given the times of a run without frees.
+
+    `buffers` are the values for gradients that will be scattered, and the instruction that makes each.
+    """
     last, first = np.full(uses.values, -1), np.full(uses.values, -1)
     last[uses.value] = uses.part  # of an index that is there twice, the last assignment counts
     first[uses.value[::-1]] = np.arange(len(uses.value))[::-1]
@@ -70,6 +74,7 @@ def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
     ends = np.maximum.reduceat(np.array(times.done)[uses.sender[by_value]], starts) if len(sent) else np.empty(0)
     latest = uses.sender[by_value][starts + many - 1]
     dies = _first_after(draft, np.array(times.start), ends, latest)
+    dies = np.minimum(dies, _bounded(draft, sent, latest, *buffers))
     part = last[sent]
     own = np.where(part >= 0, uses.instr[part], -1)  # the instruction that uses it last
     kept: Flags = own >= dies
@@ -99,4 +104,21 @@ def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints
         compute = draft.compute[a:b]
         k = np.maximum(np.searchsorted(start[compute], ends[mine]), np.searchsorted(compute, latest[mine]))
         out[mine] = compute[np.minimum(k, len(compute) - 1)]
+    return out
+
+
+def _bounded(draft: Draft, sent: Ints, latest: Ints, buffer: Ints, maker: Ints) -> Ints:
+    """Return for each sent value before which instruction it dies at the latest, however long its scatter takes.
+
+    A role has one scatter under way while it fills another buffer: a buffer dies before the first that is made when the
+    next scatter has begun. What is no buffer is not bounded.
+    """
+    out = np.full(len(sent), np.iinfo(np.int64).max)
+    for first, end in pairwise(draft.offsets):
+        mine = np.flatnonzero((latest >= first) & (latest < end) & np.isin(sent, buffer))
+        mine = mine[np.argsort(latest[mine])]
+        made = np.sort(maker[(maker >= first) & (maker < end)])
+        following = np.searchsorted(made, latest[mine[1:]])
+        there = following < len(made)
+        out[mine[:-1][there]] = made[following[there]]
     return out

@@ -11,6 +11,7 @@ behind scheduling, each next to the compute that it belongs to:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -132,6 +133,7 @@ class _Adder:
         self.edges: list[tuple[int, int]] = []  # temporary numbers are negative
         self.held: dict[int, list[tuple[Category, str, str]]] = {}
         self.replaced: dict[int, Node] = {}
+        self.moved: set[int] = set()
 
     def value(self, id: str, numel: int, bucket: Bucket, category: Category) -> str:
         """Declare a value that holds a flat tensor of a bucket."""
@@ -181,8 +183,8 @@ class _Adder:
     def _spliced(self, sequence: list[int], number: dict[int, int]) -> list[int]:
         out = [number[n] for n in self.front]
         for i in sequence:
-            out += [number[n] for n in self.before.get(i, ())]
-            out.append(i)
+            out += [number.get(n, n) for n in self.before.get(i, ())]
+            out += [i] if i not in self.moved else []
             out += [number[n] for n in self.after.get(i, ())]
         return out
 
@@ -194,6 +196,8 @@ class _Role:
         self.adder, self.uses, self.role, self.order, self.buckets = adder, uses, role, order, buckets
         self.ops = [adder.deps.node(i).op for i in order]
         self.policy = self._policies()
+        self.starts: list[float] | None = None
+        self.ending = _ending(self.ops)
 
     def _policies(self) -> dict[str, Replication]:
         """Return what the strategy says of each bucket."""
@@ -217,11 +221,17 @@ class _Role:
         scattered = windows([found[k][1] for k in at], reduced, self._room("reduced_bytes"))
         last = {w.bucket: w for w in scattered}
         free = 0.0
-        for window in sorted(scattered, key=lambda w: w.uses[-1]):
+        by_end = sorted(scattered, key=lambda w: w.uses[-1])
+        begins = sorted(at[w.uses[0]] for w in scattered)
+        for n, window in enumerate(by_end):
             k = at[window.uses[-1]]
             ends = starts[self.order[k]] + seconds[self.order[k]]
             free = max(ends, free) + reduced[window.bucket] / LINK
-            self._scatter(window, at, free, starts, final=last[window.bucket] is window)
+            place = self._place(k, free, starts)
+            if n + 1 < len(by_end):  # one scatter is under way while another buffer is filled, and no more
+                following = bisect_right(begins, at[by_end[n + 1].uses[-1]])
+                place = min([place, *begins[following : following + 1]])
+            self._scatter(window, at, place, final=last[window.bucket] is window)
 
     def _room(self, name: str) -> int | None:
         """Return the most that the policies of the role's buckets allow to keep."""
@@ -270,7 +280,7 @@ class _Role:
         for use in window.uses:
             self.adder.held.setdefault(self.order[at[use]], []).append((category, window.bucket, value))
 
-    def _scatter(self, window: CacheWindow, at: list[int], ends: float, starts: Sequence[float], *, final: bool) -> None:
+    def _scatter(self, window: CacheWindow, at: list[int], place: int, *, final: bool) -> None:
         bucket, r = self._bucket(window)
         adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]
         id, mb = self._named("fresh", window, at, whole=final)
@@ -286,15 +296,19 @@ class _Role:
         scatter = adder.add(node, mb)
         adder.after.setdefault(self.order[last], []).append(scatter)
         adder.edges.append((self.order[last], scatter))
-        self._fold(window, at, scatter, part, self._place(last, ends, starts), final=final)
+        self._fold(window, at, scatter, part, place, final=final)
 
     def _fold(self, window: CacheWindow, at: list[int], scatter: int, part: str, place: int, *, final: bool) -> None:
-        """Add the fold of a window right before a place, or give it to the fold that ends the step."""
+        """Add the fold of a window right before a place; a bucket's last one is there already, behind all compute."""
         adder, bucket = self.adder, window.bucket
         if final:
             k = next(k for k, n in enumerate(adder.deps.nodes) if n.op == Fold(bucket) and n.role == self.role)
             adder.replaced[k] = replace(adder.deps.nodes[k], reads=(part,))
-            adder.edges.append((scatter, adder.deps.starts[k]))
+            fold = adder.deps.starts[k]
+            adder.edges.append((scatter, fold))
+            if isinstance(self.ops[place], Compute):
+                adder.moved.add(fold)
+                adder.before.setdefault(self.order[place], []).append(fold)
             return
         id, mb = self._named("fold", window, at)
         coords = self._coords("fold", bucket, self.order[at[window.uses[0]]])
@@ -304,7 +318,15 @@ class _Role:
 
     def _place(self, last: int, ends: float, starts: Sequence[float]) -> int:
         """Return the first compute after `last` that starts when a scatter should have ended, or else a final fold."""
-        for k in range(last + 1, len(self.order)):
-            if starts[self.order[k]] >= ends or not isinstance(self.ops[k], Compute):
-                return k
-        return len(self.order) - 1
+        if self.starts is None:
+            self.starts = [starts[i] for i in self.order]  # ascending, since compute runs one after the other
+        ready = bisect_left(self.starts, ends, last + 1)
+        return min(ready, self.ending[last + 1], len(self.order) - 1)
+
+
+def _ending(ops: Sequence[Op]) -> list[int]:
+    """Return for each index, and the one behind the last, the first from there on that does not compute a chunk."""
+    out = [len(ops)]
+    for k in reversed(range(len(ops))):
+        out.append(out[-1] if isinstance(ops[k], Compute) else k)
+    return out[::-1]

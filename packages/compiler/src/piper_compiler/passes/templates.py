@@ -19,6 +19,7 @@ from piper_compiler.passes.release import Releases, Uses
 from piper_compiler.passes.residency import HeldValues, Scheduled
 from piper_compiler.passes.waits import LazyWaits
 from piper_ir.instr_table import InstrTable, InstrTemplate
+from piper_ir.ops import Fresh
 from piper_ir.plan import COMPUTE
 from piper_ir.timing import Prepared, sweep
 
@@ -226,6 +227,17 @@ class Drafted:
         order, sending = np.argsort(at), np.argsort(by)
         count = len(self.maker.places) * self.count
         return Uses(count, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far)
+
+    def buffers(self) -> tuple[Ints, Ints]:
+        """Return the buffers for gradients that will be scattered, and the instruction that makes each."""
+        values, makers = [int_array(())], [int_array(())]
+        for template, instrs in self.instrs:
+            for m in template.made if template.stream == COMPUTE else ():
+                if isinstance(m.part.op, Fresh):
+                    v = m.writes[0]
+                    values.append(v + np.where(self.whole[v // self.count], 0, np.maximum(self.mb[instrs], 0)))
+                    makers.append(instrs)
+        return np.concatenate(values), np.concatenate(makers)
 
     def programs(self, freed: Releases) -> list[InstrTable]:
         """Return the program of each role, with its frees and the waits that these need."""

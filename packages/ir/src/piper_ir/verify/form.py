@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from re import compile as regex
 from typing import assert_never
 
@@ -168,8 +168,11 @@ def _is_param(chunk: Chunk, index: int) -> bool:
 
 
 def _sizes(findings: Findings) -> None:
-    """Check for R07 that all shapes of a plan are plain numbers."""
+    """Check for R07 that all shapes of a plan are plain numbers, and that it has rows."""
     plan = findings.plan
+    for name, count in (("rows in a microbatch", plan.rows), ("microbatches", plan.microbatches)):
+        if count < 1:
+            findings.add("R07-signature", f"the plan has {count} {name}; at least one is needed")
     specs = [("value", id, spec) for id, (spec, _) in findings.kinds.items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
     good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
@@ -347,7 +350,7 @@ class _States:
             for kind, size in flat_bytes(bucket, plan.mesh).items():
                 self._sizes[kind, bucket.id, True] = size
 
-    def needed(self, role: RolePlan) -> Iterable[_StateName]:
+    def needed(self, role: RolePlan) -> Collection[_StateName]:
         chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
         inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs)
         names: list[_StateName] = []
@@ -362,7 +365,9 @@ class _States:
     def check(self, findings: Findings, role: RolePlan) -> None:
         """Compare the states of a role with those that it uses."""
         owned = {(s.category, s.name, s.flat) for s in role.states}
-        for name in self.needed(role):
+        needed = self.needed(role)
+        here = {name for _, name, flat in needed if flat}
+        for name in needed:
             if name not in owned:
                 findings.add("R08-states", f"it uses {name[0]}:{name[1]} and has no such state", role)
         for id, count in Counter(s.id for s in role.states).items():
@@ -370,6 +375,8 @@ class _States:
                 findings.add("R08-states", f"it has the state {id} {count} times", role)
         for state in role.states:
             size = self._sizes.get((state.category, state.name, state.flat))
+            if state.flat and state.name in self._plan._buckets and state.name not in here:
+                findings.add("R08-states", f"it has the state {state.id} of a bucket that it does not use", role)
             if state.category == "optim" and state.flat and state.name in self._plan._buckets:
                 continue  # of any size: it is the optimizer's
             if size != state.nbytes:

@@ -16,7 +16,8 @@ RULES: dict[str, str] = {
     "R04-allocation": "only instructions of the compute stream allocate and free",
     "R05-waits": "a wait names a stream of the role, and instructions that stand earlier in program order",
     "R06-names": "ids are unique, and every value, chunk, channel, bucket, parameter and tensor that is named exists",
-    "R07-signature": "what a part reads and writes agrees in number, shape and dtype with its op or chunk; mb is in range",
+    "R07-signature": "what a part reads and writes agrees in number, shape and dtype with its op or chunk, "
+    "and a chunk's inputs with what they name; mb is in range, and ops of the whole step have none",
     "R08-states": "a role owns the state of each parameter, buffer and bucket that it uses, once, with the right bytes",
     "R09-channels": "p2p joins two roles that place the same axes, a group joins different roles; no channel uses compute",
     "R10-channel-use": "an op suits its channel's kind and its role's side of it, and stands on the channel's one stream there",
@@ -47,6 +48,7 @@ RULES: dict[str, str] = {
     "R32-contributions": "who adds to gradients that ranks share adds to one buffer, which is scattered after the last who adds, "
     "and folded once",
     "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of the two writes each saved port",
+    "R34-accumulation": "in a microbatch, a chunk adds once to the gradient of each of its parameters that wants one",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

