@@ -116,20 +116,21 @@ def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> Non
         assert request.code[target.plan.rows].keys() == {c.code for c in (*target.plan.chunks, *target.plan.variants)}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "zero"), [("gpipe", 0), ("1f1b", 3), ("zb_h1", 0), ("zb_h1", 2)])
+def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: str, zero: int) -> None:
     problem, more = problem_of(dropout_job(), load_cluster("h100x8"), None, None, None)
     programs = Programs(problem, more["at_rows"], more["under"])
     sketches, here = Sketches(problem, programs), Here(problem, programs)
     filled: dict[str, int] = {}
     for keep in ("inputs", "products", "all"):
         under = (piper.recompute(where(stage=0), keep=keep), piper.recompute(where(stage=1), keep="attention", apart=True))
-        strategy = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), *under))
+        shared = piper.recipes.data_parallel(zero=zero, bucket_mb=0.002) if zero else ()
+        strategy = Strategy(Mesh(pp=2, dp=2 if zero else 1), (*PIPELINES[schedule](), *under, *shared))
         sketch, scored = sketches.sketch(strategy), here.result(here.submit(strategy))
         assert sketch is not None and isinstance(scored, Scored), scored
-        filled[keep] = sketches.filled_bytes(sketch, 2)[0]
+        filled[keep] = max(sketches.filled_bytes(sketch, 2).values())[0]
         assert 0 < filled[keep] <= scored.peak_bytes
-        assert 0 < sketches.period_s(strategy, sketch, 2) <= scored.period_s
+        assert 0 < sketches.period_s(strategy, sketch, 2)[0] <= scored.period_s
     assert filled["inputs"] <= filled["products"] <= filled["all"] and filled["inputs"] < filled["all"]
     some = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(mb=0))))
     assert sketches.sketch(some) is None, "microbatches differ"
