@@ -45,6 +45,7 @@ SECTIONS = {
     "step": "step_time:rows",
     "prediction": "prediction:rows",
     "tune": "tuner:rows",
+    "tune-shared": "tuner_shared:rows",
 }
 """Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""
 

@@ -24,7 +24,7 @@ from optuna.trial import FixedTrial
 
 from benchmarks import shared_space as space
 from benchmarks.measure import Row
-from benchmarks.tuner import CORES, MEDIAN_GOAL, NONE_GOAL, SEEDS, TRIALS, Table, _evaluate, _regret, _scored
+from benchmarks.tuner import CORES, MEDIAN_GOAL, NONE_GOAL, SEEDS, TRIALS, Table, evaluate_all, regret_of, scored_count
 from piper_autotune import Study, tune
 from piper_autotune.evaluators import Here, Outcome, Processes
 from piper_autotune.problem import Programs, TuningProblem
@@ -37,7 +37,7 @@ SAMPLE = 40
 """The strategies that are scored again, to compare them with the table."""
 CHECKED = 500
 """The strategies whose bounds are compared with the table."""
-SECTION = "tune"
+SECTION = "tune-shared"
 Scores = Sequence[tuple[float, int]]
 """The seconds and bytes of each strategy, in the order of the points."""
 
@@ -57,7 +57,7 @@ def evaluate(problem: TuningProblem, programs: Programs, more: Mapping[str, Any]
     """Score strategies on two cores."""
     pool = Processes(problem, programs, CORES, 600.0, more["modules"])
     try:
-        found = _evaluate(pool, strategies)
+        found = evaluate_all(pool, strategies)
     finally:
         pool.close()
     wrong = [o for o in found if not isinstance(o, Scored)]
@@ -94,7 +94,7 @@ def sampled(problem: TuningProblem, programs: Programs, outcomes: Mapping[Strate
         assert isinstance(now, Scored), now
         far = max(far, abs(now.period_s / then.period_s - 1), abs(now.device_bytes / then.device_bytes - 1))
     note = f"{count} of {len(outcomes):,} strategies scored again; where it is large, run --evaluate"
-    yield Row(SECTION, "shared states: scores that differ from the table's, at most by", far, "", note=note)
+    yield Row(SECTION, "scores that differ from the table's, at most by", far, "", note=note)
 
 
 def pruned(problem: TuningProblem, programs: Programs, outcomes: Mapping[Strategy, Scored], count: int) -> Iterator[Row]:
@@ -110,20 +110,20 @@ def pruned(problem: TuningProblem, programs: Programs, outcomes: Mapping[Strateg
             wrong += found is not None and not right
     fitting = sum(not o.reason for o in outcomes.values())
     note = f"{seen:,} of {2 * count:,} checks reject; {fitting:,} of {len(outcomes):,} strategies fit"
-    yield Row(SECTION, "shared states: strategies pruned that would fit and be faster", wrong, "", goal=NONE_GOAL, note=note)
+    yield Row(SECTION, "strategies pruned that would fit and be faster", wrong, "", goal=NONE_GOAL, note=note)
 
 
 def regrets(problem: TuningProblem, more: Mapping[str, Any], outcomes: Mapping[Strategy, Scored], seeds: int) -> Iterator[Row]:
     """Return the regrets of the tuner: the period of the best found over that of the best there is, less 1."""
     least = min(o.period_s for o in outcomes.values() if not o.reason)
     studies = [search(problem, more, outcomes, seed) for seed in range(seeds)]
-    found = sorted(_regret(s, least) for s in studies)
+    found = sorted(regret_of(s, least) for s in studies)
     bad = sum(s.best is None or bool(outcomes[s.best].reason) for s in studies)
-    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(_scored, studies)):.0f} compiled"
+    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(scored_count, studies)):.0f} compiled"
     note = f"{seeds} seeds, {TRIALS} trials in {len(outcomes):,} strategies that the sampler has not seen; {looked}"
-    yield Row(SECTION, "shared states: regret, median", median(found), "", found[0], found[-1], MEDIAN_GOAL, note)
-    yield Row(SECTION, "shared states: regret, 95th percentile", found[ceil(0.95 * len(found)) - 1], "", note=note)
-    yield Row(SECTION, "shared states: results that do not fit", bad, "", goal=NONE_GOAL, note=note)
+    yield Row(SECTION, "regret, median", median(found), "", found[0], found[-1], MEDIAN_GOAL, note)
+    yield Row(SECTION, "regret, 95th percentile", found[ceil(0.95 * len(found)) - 1], "", note=note)
+    yield Row(SECTION, "results that do not fit", bad, "", goal=NONE_GOAL, note=note)
 
 
 def search(problem: TuningProblem, more: Mapping[str, Any], outcomes: Mapping[Strategy, Outcome], seed: int) -> Study:

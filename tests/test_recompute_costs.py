@@ -21,8 +21,9 @@ from piper_ir.costs import Costs, Duration, StepDuration
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
 from piper_ir.phases import instr_label
-from piper_ir.plan import Plan
+from piper_ir.plan import Part, Plan
 from piper_ir.select import where
+from piper_ir.tools import size_text
 from piper_simulator import load_cluster, simulate
 from piper_simulator.metrics import executed_flops
 from tests.test_recompute import PIPELINES, dropout_job
@@ -91,6 +92,38 @@ def test_explain_says_what_a_policy_costs_and_saves_and_what_zero_bubble_keeps()
     assert "pp1        products: 3 chunks keep 36.5 KiB" in whole and "from I to W" not in whole
     assert "a split backward keeps 65 KiB from I to W, which recomputation does not change" in split
     assert "after F 0 B" in split
+
+
+def parts_of(plan: Plan, role: str, step: str) -> list[Part]:
+    """The parts of one step of the first microbatch on a role."""
+    parts = [p for i in plan.role(role).program for p in i.parts]
+    return [p for p in parts if isinstance(p.op, Compute) and p.op.step == step and p.mb == 0]
+
+
+def held(plan: Plan, values: set[str]) -> str:
+    return size_text(sum(plan.values[v].nbytes for v in values))
+
+
+def read_by_w(plan: Plan, role: str) -> set[str]:
+    """What W reads in chunks that have an I before."""
+    chunks = {p.op.chunk for p in parts_of(plan, role, "I") if isinstance(p.op, Compute)}
+    return {v for p in parts_of(plan, role, "W") if isinstance(p.op, Compute) and p.op.chunk in chunks for v in p.reads}
+
+
+@pytest.mark.parametrize("keep", ["inputs", "products", "attention"])
+def test_what_explain_says_of_a_policy_is_what_the_values_of_the_plan_are(keep: str) -> None:
+    under = (*PIPELINES["zb_h1"](), piper.recompute(where(stage=0), keep=keep))
+    made, whole = (piper.compile(dropout_job(), Strategy(Mesh(pp=2), d)) for d in (under, PIPELINES["zb_h1"]()))
+    plan, text = made.plan, explain(made)
+    first = parts_of(plan, "pp0", "F")
+    had, kept = {v for p in first for v in p.reads}, {v for p in first for v in p.writes if ":saved" in v}
+    again = {v for p in parts_of(plan, "pp0", "R") for v in p.reads} & had
+    assert f"{keep}: " in text and f"keep {held(plan, kept)} and {held(plan, again)} of inputs" in text
+    before = {v for p in parts_of(whole.plan, "pp0", "F") for v in p.writes if ":saved" in v}
+    assert f"in place of {held(whole.plan, before)}" in text
+    waiting, as_before = (read_by_w(found, "pp0") for found in (plan, whole.plan))
+    assert f"a split backward keeps {held(plan, waiting)} from I to W, which recomputation does not change" in text
+    assert waiting == as_before, "zero bubble keeps from I to W what it kept without a policy"
 
 
 def test_goals_that_are_missed_are_named() -> None:
