@@ -129,7 +129,10 @@ class PartMaker:
         return Made(whole, made.reads, made.writes, made.inside)
 
     def _needs(self, op: Compute) -> frozenset[tuple[str, str]]:
-        """Return the buckets that a step may hold, by category: it reads their parameters, or adds to their gradients."""
+        """Return the buckets that a step may hold, with their category.
+
+        It reads their parameters, or adds to their gradients.
+        """
         chunk = self.chunks[op.variant]
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         sig = chunk.steps[op.step]
