@@ -12,6 +12,7 @@ from benchmarks.recompute_flops import Policy, measure, missed
 from piper.api import profiling
 from piper.api.tuning import problem_of
 from piper.views.explain import explain
+from piper.views.strategy_facts import facts_of
 from piper_autotune.evaluators import Here
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
@@ -167,3 +168,18 @@ def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: 
     assert filled["inputs"] <= filled["products"] <= filled["all"] and filled["inputs"] < filled["all"]
     some = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(mb=0))))
     assert sketches.sketch(some) is None, "microbatches differ"
+
+
+def test_a_strategy_says_what_is_shared_and_made_again() -> None:
+    def schedule(**sharing: Any) -> str:
+        again = piper.recipes.recomputation(keep=["products", "all", "inputs", "inputs"], group=2)
+        stages = piper.recipes.one_f_one_b(pp=4, microbatches=8)
+        mesh = Mesh(pp=4, dp=2, rep=2)
+        return facts_of(
+            Strategy(mesh, (*stages, *again, *piper.recipes.data_parallel(over=("dp", "rep"), **sharing))), 64
+        ).schedule
+
+    assert schedule() == "4 stages, 8 microbatches, recompute inputs, products"
+    assert schedule(zero=3) == "4 stages, 8 microbatches, zero=3, recompute inputs, products"
+    shard = dict(grads=("dp",), optim=("dp",))
+    assert schedule(shard=shard) == "4 stages, 8 microbatches, zero=2 over dp, recompute inputs, products"

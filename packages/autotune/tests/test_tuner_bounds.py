@@ -171,7 +171,8 @@ def test_what_is_pruned_does_not_fit_or_is_slower() -> None:
     seen: set[str] = set()
     for item in candidates()[::3]:
         held, period_s = item.exact.device_bytes, item.exact.period_s
-        for limit, known_s in ((held - 1, float("inf")), (held, period_s), (None, period_s * 0.999)):
+        known = (found.period_s if (found := bounds(item)) else period_s) * (1 - 1e-6)
+        for limit, known_s in ((held - 1, float("inf")), (held, period_s), (None, known)):
             of = replace(item.of, memory_limit=limit)
             pruned = PruningRules(of, Programs(of, None)).check(item.strategy, known_s)
             if pruned is not None:
