@@ -48,6 +48,7 @@ SECTIONS = {
     "prediction": "prediction:rows",
     "zero": "zero_prediction:rows",
     "tune": "tuner:rows",
+    "tune-shared": "tuner_shared:rows",
 }
 """Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""
 

@@ -27,10 +27,10 @@ from piper_autotune.space import space_key
 from piper_compiler import Strategy, compile_program
 
 CORES = 2
-RATE_GOAL = Goal("above", 20)
-"""Plans per second."""
+RATE_GOAL, SHARED_GOAL = Goal("above", 20), Goal("above", 15)
+"""Plans per second, and those with states that ranks share."""
 BATCHES = 5
-"""Of the plans whose rate is measured; odd, so that each has both schedules."""
+"""Of the plans whose rate is measured; prime to the number of schedules and levels, so that each has all."""
 SEEDS, TRIALS = 20, 100
 OTHERS = 5
 """Seeds of the samplers that ours is compared with."""
@@ -42,33 +42,36 @@ SIZES = space.SIZES
 def rows(quick: bool) -> Iterator[Row]:
     """Return how fast, then how well."""
     problem, programs, more = space.problem(SIZES)
-    yield _rate(problem, programs, more, 18 if quick else 148)
+    yield _rate(problem, programs, more, space.large(SIZES.layers, 18 if quick else 148), RATE_GOAL, "16 layers, pp=8")
+    shared = space.large_shared(SIZES.layers, 18 if quick else 78)
+    yield _rate(problem, programs, more, shared, SHARED_GOAL, "16 layers, pp=4 x dp=2, zero=0, 1, 2, 3 alike")
     table, row = exhaustive(problem, programs, more)
     yield row
     yield from regrets(problem, programs, table, 3 if quick else SEEDS)
 
 
-def _rate(problem: TuningProblem, programs: Programs, more: Mapping[str, Any], count: int) -> Row:
-    """Return the rate of `count` distinct strategies of about 5,000 instructions, on CORES processes.
+def _rate(
+    problem: TuningProblem, programs: Programs, more: Mapping[str, Any], made: Sequence[Strategy], goal: Goal, what: str
+) -> Row:
+    """Return the rate of distinct strategies, on CORES processes.
 
     The processes have started and know the program. It is the median of their rates over BATCHES parts of the work.
     """
-    made = space.large(SIZES.layers, count)
-    sizes = [_instructions(problem, programs, s) for s in made[:2]]
+    sizes = [_instructions(problem, programs, s) for s in made[: len(space.LEVELS)]]
     pool = Processes(problem, programs, CORES, 600.0, more["modules"])
     try:
-        _evaluate(pool, made[: 4 * CORES])  # a worker that starts late leaves the first ones to the other
+        evaluate_all(pool, made[: 4 * CORES])  # a worker that starts late leaves the first ones to the other
         rates = []
         for k in range(BATCHES):
             work = made[4 * CORES + k :: BATCHES]  # both schedules and all kinds of cuts in each
             begin = time.perf_counter()
-            _evaluate(pool, work)
+            evaluate_all(pool, work)
             rates.append(len(work) / (time.perf_counter() - begin))
     finally:
         pool.close()
     name = f"compiled and scored on {CORES} cores, plans of {min(sizes):,} to {max(sizes):,} instructions"
-    note = f"median of {BATCHES} x {len(work)} plans, 16 layers, pp=8"
-    return Row("tune", name, median(rates), "plans/s", min(rates), max(rates), RATE_GOAL, note)
+    note = f"median of {BATCHES} x {len(work)} plans, {what}"
+    return Row("tune", name, median(rates), "plans/s", min(rates), max(rates), goal, note)
 
 
 def _instructions(problem: TuningProblem, programs: Programs, strategy: Strategy) -> int:
@@ -76,7 +79,7 @@ def _instructions(problem: TuningProblem, programs: Programs, strategy: Strategy
     return sum(len(role.program) for role in plan.roles)
 
 
-def _evaluate(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[Outcome]:
+def evaluate_all(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[Outcome]:
     """Evaluate all of them, a few at a time."""
     tickets: list[int] = []
     out: list[Outcome] = []
@@ -99,7 +102,7 @@ def exhaustive(problem: TuningProblem, programs: Programs, more: Mapping[str, An
         begin = time.perf_counter()
         pool = Processes(problem, programs, CORES, 600.0, more["modules"])
         try:
-            outcomes = _evaluate(pool, strategies)
+            outcomes = evaluate_all(pool, strategies)
         finally:
             pool.close()
         known = {"seconds": time.perf_counter() - begin, "outcomes": [asdict(o) for o in outcomes]}
@@ -160,15 +163,15 @@ def regrets(problem: TuningProblem, programs: Programs, table: Mapping[Strategy,
     pruned = sum(judge.check(s) is not None for s in scored)
     yield Row("tune", "candidates pruned that would fit", len(wrong), "", goal=NONE_GOAL, note=f"{pruned:,} pruned for memory")
     studies = [_search(problem, table, seed, None) for seed in range(seeds)]
-    found = sorted(_regret(s, least) for s in studies)
+    found = sorted(regret_of(s, least) for s in studies)
     bad = sum(s.best is None or bool(scored[s.best].reason) for s in studies)
-    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(_scored, studies)):.0f} compiled"
+    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(scored_count, studies)):.0f} compiled"
     note = f"{seeds} seeds, {TRIALS} trials; {looked}"
     yield Row("tune", "regret, median", median(found), "", found[0], found[-1], MEDIAN_GOAL, note)
     yield Row("tune", "regret, 95th percentile", found[ceil(0.95 * len(found)) - 1], "", goal=TAIL_GOAL, note=note)
     yield Row("tune", "results that do not fit", bad, "", goal=NONE_GOAL, note=note)
     for name, sampler in (("TPE", optuna.samplers.TPESampler), ("random", optuna.samplers.RandomSampler)):
-        others = sorted(_regret(_search(problem, table, k, sampler(seed=k)), least) for k in range(min(seeds, OTHERS)))
+        others = sorted(regret_of(_search(problem, table, k, sampler(seed=k)), least) for k in range(min(seeds, OTHERS)))
         note = f"{len(others)} seeds, the same rules"
         yield Row("tune", f"regret with Optuna's {name}, median", median(others), "", others[0], others[-1], note=note)
 
@@ -180,11 +183,11 @@ def _search(
     return tune(problem, function, trials=TRIALS, seed=seed, sampler=sampler, evaluator=Table(table))
 
 
-def _regret(study: Study, least: float) -> float:
+def regret_of(study: Study, least: float) -> float:
     best = study.best_row
     assert best is not None and best.period_s is not None
     return best.period_s / least - 1
 
 
-def _scored(study: Study) -> int:
+def scored_count(study: Study) -> int:
     return sum(r.kind not in RULES for r in study.rows)

@@ -158,6 +158,27 @@ def large(layers: int, count: int) -> list[Strategy]:
     return out[:count]
 
 
+LEVELS: tuple[Mapping[str, Any], ...] = (
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 2, "reduced_mb": "step"},
+    {"zero": 3},
+    {"zero": 3, "resident_mb": "step", "reduced_mb": "step"},
+)
+"""What ranks share, and how long they keep what they have gathered or summed."""
+
+
+def large_shared(layers: int, count: int) -> list[Strategy]:
+    """Return `count` plans of 4 stages x 2 replicas in 1F1B, with as many of each of `LEVELS`."""
+    out = []
+    for at in _all_cuts(4, layers)[: -(-count // len(LEVELS))]:
+        for level in LEVELS:
+            stages = recipes.one_f_one_b(pp=4, microbatches=GLOBAL_BATCH // 4, at=at)
+            out.append(Strategy(Mesh(pp=4, dp=2), (*stages, *recipes.data_parallel(bucket_mb=60, **level))))
+    return out[:count]
+
+
 def points() -> Iterator[dict[str, Any]]:
     """Yield all points of the space."""
     for values in itertools.product(*CHOICES.values()):

@@ -12,6 +12,7 @@ from benchmarks.recompute_flops import Policy, measure, missed
 from piper.api import profiling
 from piper.api.tuning import problem_of
 from piper.views.explain import explain
+from piper.views.strategy_facts import facts_of
 from piper_autotune.evaluators import Here
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
@@ -21,8 +22,9 @@ from piper_ir.costs import Costs, Duration, StepDuration
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
 from piper_ir.phases import instr_label
-from piper_ir.plan import Plan
+from piper_ir.plan import Part, Plan
 from piper_ir.select import where
+from piper_ir.tools import size_text
 from piper_simulator import load_cluster, simulate
 from piper_simulator.metrics import executed_flops
 from tests.test_recompute import PIPELINES, dropout_job
@@ -93,6 +95,38 @@ def test_explain_says_what_a_policy_costs_and_saves_and_what_zero_bubble_keeps()
     assert "after F 0 B" in split
 
 
+def parts_of(plan: Plan, role: str, step: str) -> list[Part]:
+    """The parts of one step of the first microbatch on a role."""
+    parts = [p for i in plan.role(role).program for p in i.parts]
+    return [p for p in parts if isinstance(p.op, Compute) and p.op.step == step and p.mb == 0]
+
+
+def held(plan: Plan, values: set[str]) -> str:
+    return size_text(sum(plan.values[v].nbytes for v in values))
+
+
+def read_by_w(plan: Plan, role: str) -> set[str]:
+    """What W reads in chunks that have an I before."""
+    chunks = {p.op.chunk for p in parts_of(plan, role, "I") if isinstance(p.op, Compute)}
+    return {v for p in parts_of(plan, role, "W") if isinstance(p.op, Compute) and p.op.chunk in chunks for v in p.reads}
+
+
+@pytest.mark.parametrize("keep", ["inputs", "products", "attention"])
+def test_what_explain_says_of_a_policy_is_what_the_values_of_the_plan_are(keep: str) -> None:
+    under = (*PIPELINES["zb_h1"](), piper.recompute(where(stage=0), keep=keep))
+    made, whole = (piper.compile(dropout_job(), Strategy(Mesh(pp=2), d)) for d in (under, PIPELINES["zb_h1"]()))
+    plan, text = made.plan, explain(made)
+    first = parts_of(plan, "pp0", "F")
+    had, kept = {v for p in first for v in p.reads}, {v for p in first for v in p.writes if ":saved" in v}
+    again = {v for p in parts_of(plan, "pp0", "R") for v in p.reads} & had
+    assert f"{keep}: " in text and f"keep {held(plan, kept)} and {held(plan, again)} of inputs" in text
+    before = {v for p in parts_of(whole.plan, "pp0", "F") for v in p.writes if ":saved" in v}
+    assert f"in place of {held(whole.plan, before)}" in text
+    waiting, as_before = (read_by_w(found, "pp0") for found in (plan, whole.plan))
+    assert f"a split backward keeps {held(plan, waiting)} from I to W, which recomputation does not change" in text
+    assert waiting == as_before, "zero bubble keeps from I to W what it kept without a policy"
+
+
 def test_goals_that_are_missed_are_named() -> None:
     good = Policy("gpt3-175b", "inputs", 0, 0.223, 0.14, 0.17)
     assert missed([good]) == []
@@ -135,20 +169,36 @@ def parts_under(plan: Plan, keep: str) -> list[Any]:
     return [p for p in parts if isinstance(p.op, Compute) and p.op.step == "R" and p.op.keep.removesuffix("!") == keep]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "zero"), [("gpipe", 0), ("1f1b", 3), ("zb_h1", 0), ("zb_h1", 2)])
+def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(schedule: str, zero: int) -> None:
     problem, more = problem_of(dropout_job(), load_cluster("h100x8"), None, None, None)
     programs = Programs(problem, more["at_rows"], more["under"])
     sketches, here = Sketches(problem, programs), Here(problem, programs)
     filled: dict[str, int] = {}
     for keep in ("inputs", "products", "all"):
         under = (piper.recompute(where(stage=0), keep=keep), piper.recompute(where(stage=1), keep="attention", apart=True))
-        strategy = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), *under))
+        shared = piper.recipes.data_parallel(zero=zero, bucket_mb=0.002) if zero else ()
+        strategy = Strategy(Mesh(pp=2, dp=2 if zero else 1), (*PIPELINES[schedule](), *under, *shared))
         sketch, scored = sketches.sketch(strategy), here.result(here.submit(strategy))
         assert sketch is not None and isinstance(scored, Scored), scored
-        filled[keep] = sketches.filled_bytes(sketch, 2)[0]
+        filled[keep] = max(sketches.filled_bytes(sketch, 2).values())[0]
         assert 0 < filled[keep] <= scored.peak_bytes
-        assert 0 < sketches.period_s(strategy, sketch, 2) <= scored.period_s
+        assert 0 < sketches.period_s(strategy, sketch, 2)[0] <= scored.period_s
     assert filled["inputs"] <= filled["products"] <= filled["all"] and filled["inputs"] < filled["all"]
     some = Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(mb=0))))
     assert sketches.sketch(some) is None, "microbatches differ"
+
+
+def test_a_strategy_says_what_is_shared_and_made_again() -> None:
+    def schedule(**sharing: Any) -> str:
+        again = piper.recipes.recomputation(keep=["products", "all", "inputs", "inputs"], group=2)
+        stages = piper.recipes.one_f_one_b(pp=4, microbatches=8)
+        mesh = Mesh(pp=4, dp=2, rep=2)
+        return facts_of(
+            Strategy(mesh, (*stages, *again, *piper.recipes.data_parallel(over=("dp", "rep"), **sharing))), 64
+        ).schedule
+
+    assert schedule() == "4 stages, 8 microbatches, recompute inputs, products"
+    assert schedule(zero=3) == "4 stages, 8 microbatches, zero=3, recompute inputs, products"
+    shard = dict(grads=("dp",), optim=("dp",))
+    assert schedule(shard=shard) == "4 stages, 8 microbatches, zero=2 over dp, recompute inputs, products"

@@ -36,6 +36,7 @@ def test_few_numbers_stand_at_equal_distances_and_many_to_scale() -> None:
     many = Axis([*range(1, 12), 1000])
     assert many.place(1000) == 1 and many.place(10) == pytest.approx(1 / 3)
     assert [t for _, t in many.ticks()] == ["1", "5.62", "31.6", "178", "1e+03"]
+    assert [t for _, t in Axis(["step", 500, 0, 25.5]).ticks()] == ["0", "25.5", "500", "step"], "names follow on numbers"
 
 
 @pytest.fixture(scope="module")

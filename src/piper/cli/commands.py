@@ -7,7 +7,6 @@ their options and leave the work to the modules that they call.
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from io import StringIO

@@ -59,7 +59,10 @@ def _inputs(variants: Sequence[Chunk]) -> int:
 
 
 def _waiting(role: RolePlan, by_policy: dict[str, dict[str, Chunk]]) -> int:
-    """Return the bytes of a microbatch that wait for W where I and W are apart."""
+    """Return the bytes of a microbatch that wait for W where I and W are apart, each value once.
+
+    They are what W reads: tensors that F kept or R made again, inputs, and gradients.
+    """
     apart: set[str] = set()
     for instr in role.program:
         steps: dict[str, set[str]] = {}
@@ -67,5 +70,9 @@ def _waiting(role: RolePlan, by_policy: dict[str, dict[str, Chunk]]) -> int:
             if isinstance(part.op, Compute):
                 steps.setdefault(part.op.chunk, set()).add(part.op.step)
         apart |= {chunk for chunk, found in steps.items() if "I" in found and "W" not in found}
-    chunks = {id: c for variants in by_policy.values() for id, c in variants.items() if id in apart and "W" in c.steps}
-    return sum(bind(c.ports[p].nbytes, 0) for c in chunks.values() for p in c.steps["W"].reads if p.startswith(("saved", "iw")))
+    found: dict[str, int] = {}
+    for id, chunk in ((id, c) for variants in by_policy.values() for id, c in variants.items() if id in apart and "W" in c.steps):
+        for port in (p for p in chunk.steps["W"].reads if not is_state(chunk, p)):
+            value = chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{id}:{port}"
+            found[value] = bind(chunk.ports[port].nbytes, 0)
+    return sum(found.values())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from piper_compiler import Strategy
-from piper_compiler.directives import order, partition, replicate, split, split_backward
+from piper_compiler.directives import order, partition, policies_of, recompute, replicate, split, split_backward
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,25 @@ def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
         words.append("backward split")
     if not any(isinstance(d, order) for d in strategy.directives) and stages > 1:
         words.append("default order")
+    words += _sharing(strategy) + _recomputing(strategy)
     axes = {axis for d in strategy.directives if isinstance(d, replicate) for axis in d.over}
     parts = microbatches * prod(strategy.mesh.size(axis) for axis in axes)
     rows = global_batch // parts if global_batch and not global_batch % parts else None
     sizes = ", ".join(f"{axis}={strategy.mesh.size(axis)}" for axis in reversed(strategy.mesh.axes))
     return StrategyFacts(sizes or "1 device", ", ".join(words), rows)
+
+
+def _sharing(strategy: Strategy) -> list[str]:
+    """Return which states ranks share, as the level of ZeRO, with the axes where these are not all."""
+    out: dict[str, None] = {}
+    for item in strategy.directives:
+        if isinstance(item, replicate) and (shards := item.shards).optim:
+            level = sum(map(bool, (shards.params, shards.grads, shards.optim)))
+            out[f"zero={level}" + ("" if set(shards.optim) == set(item.over) else f" over {', '.join(shards.optim)}")] = None
+    return list(out)
+
+
+def _recomputing(strategy: Strategy) -> list[str]:
+    """Return the policies of recomputation."""
+    policies = policies_of([replace(d, group=1) for d in strategy.directives if isinstance(d, recompute)])
+    return [f"recompute {', '.join(policies)}"] if policies else []

@@ -7,7 +7,7 @@ that save less. A strategy with a user's directives is never pruned, except by i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from piper_autotune.problem import Programs, TuningProblem
@@ -19,10 +19,13 @@ RULES: Mapping[str, str] = {
     "devices": "the mesh has more ranks than the cluster has devices",
     "rows": "the global batch does not divide into the microbatches and data-parallel replicas",
     "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: with this placement no "
-    "schedule, number of microbatches or bucket size fits",
-    "activations": "the state and what the microbatches in flight have saved for backward exceed the memory limit: no plan with "
+    "schedule or number of microbatches fits",
+    "buckets": "the state and the buckets that one instruction needs whole exceed the memory limit: no schedule and no number of "
+    "microbatches fits with buckets as large as these",
+    "activations": "the state and what the microbatches in flight keep for backward exceed the memory limit: no plan with "
     "this order holds less",
-    "slower": "the compute of the busiest device alone takes longer than the steps of the best candidates known",
+    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, take longer than the steps of the "
+    "best candidates known",
 }
 """The meaning of each rule, by name, in the order in which they are tried."""
 
@@ -64,30 +67,37 @@ class PruningRules:
         if rows is None:
             parts = f"{sketch.microbatches} microbatches x {sketch.replicas} replicas"
             return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}", over=1.0)
-        return self._memory(strategy, sketch, rows) or self._time(strategy, sketch, rows, known_s)
+        return self._memory(sketch, rows) or self._time(strategy, sketch, rows, known_s)
 
-    def _memory(self, strategy: Strategy, sketch: Sketch, rows: int) -> Pruned | None:
+    def _memory(self, sketch: Sketch, rows: int) -> Pruned | None:
         limit = self._problem.memory_limit
         if limit is None:
             return None
-        nbytes, role = self._sketches.state_bytes(sketch)
-        held = self._sketches.on_device(strategy, nbytes)
-        if held > limit:
-            return _too_much("states", role, held, limit, "parameters, gradients and optimizer state")
-        nbytes, role, most = self._sketches.filled_bytes(sketch, rows)
-        held = self._sketches.on_device(strategy, nbytes)
-        if held > limit:
-            what = f"its state and the saved tensors of {most} microbatches of {rows} rows"
-            return _too_much("activations", role, held, limit, what)
+        for rule, by_role in self._held(sketch, rows):
+            on_device = [(self._sketches.on_device(sketch, nbytes, role), role, what) for role, (nbytes, what) in by_role.items()]
+            held, role, what = max(on_device, default=(0, "", ""))
+            if held > limit:
+                return _too_much(rule, role, held, limit, what)
         return None
+
+    def _held(self, sketch: Sketch, rows: int) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
+        """Yield for each rule of memory the bytes that every role holds at least, and what they are."""
+        found = self._sketches
+        kept = "parameters, gradients and optimizer state"
+        yield "states", {role: (nbytes, kept) for role, nbytes in found.state_bytes(sketch).items()}
+        whole = f"{kept}, and the buckets that an instruction needs whole"
+        yield "buckets", {role: (nbytes, whole) for role, nbytes in found.bucket_bytes(sketch).items()}
+        what = "its state and what {} microbatches of {} rows keep for backward".format
+        filled = found.filled_bytes(sketch, rows)
+        yield "activations", {role: (nbytes, what(most, rows)) for role, (nbytes, most) in filled.items()}
 
     def _time(self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float) -> Pruned | None:
         if known_s == float("inf"):
             return None
-        least = self._sketches.period_s(strategy, sketch, rows)
+        least, what = self._sketches.period_s(strategy, sketch, rows)
         if least <= known_s:
             return None
-        text = f"its busiest device computes for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+        text = f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
         return _pruned("slower", text, period_s=least)
 
 

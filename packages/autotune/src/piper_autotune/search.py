@@ -19,7 +19,7 @@ from piper_autotune.problem import TuningProblem
 from piper_autotune.rules import RULES, Pruned, PruningRules
 from piper_autotune.scoring import Refused, Scored
 from piper_autotune.space import Space, SpaceError, StrategyFunction, again
-from piper_compiler import Strategy
+from piper_compiler import Strategy, directives
 from piper_ir.codec import decode
 from piper_ir.errors import PiperError
 from piper_ir.study import Row
@@ -150,7 +150,7 @@ class StrategySearch:
             raise
         except PiperError as e:
             return self._failed(trial, str(e))
-        known = self._known.get(strategy)
+        known = self._known.get(_simplest(strategy))
         if known is not None:
             self._pending.append(_Pending(trial, strategy, None, known))
             return False
@@ -158,7 +158,7 @@ class StrategySearch:
         if pruned is not None:
             self._prune(trial, strategy, pruned)
             return True
-        self._known[strategy] = trial.number
+        self._known[_simplest(strategy)] = trial.number
         self._spent += 1
         self._pending.append(_Pending(trial, strategy, self.evaluator.submit(strategy), trial.number))
         return True
@@ -226,7 +226,7 @@ class StrategySearch:
         self.rows[row.number] = row
         if strategy is not None:
             self.strategies[row.number] = strategy
-            self._known[strategy] = row.number
+            self._known[_simplest(strategy)] = row.number
 
     def _count(self, row: Row) -> None:
         if row.kind in RULES:
@@ -238,6 +238,11 @@ class StrategySearch:
         """Return the period of the last of the leaders; no slower candidate can become one."""
         periods = sorted({r.period_s for r in self.rows.values() if r.state == "complete" and r.period_s is not None})
         return periods[self.leaders - 1] if len(periods) >= self.leaders else float("inf")
+
+
+def _simplest(strategy: Strategy) -> Strategy:
+    """Return a strategy that is equal for all that make the same plan by arguments without effect."""
+    return Strategy(strategy.mesh, directives.simplest(strategy.directives))
 
 
 def _row(number: int, params: Any, outcome: Outcome) -> Row:

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from piper_autotune.fullest import FullestMoment
 from piper_autotune.problem import Programs, TuningProblem, Wanted, bare_plan
-from piper_compiler import EVERYWHERE, Strategy, apply_directives, build_graph, directives, policies_of, trains
+from piper_autotune.whole_buckets import WholeBuckets, turns
+from piper_compiler import Strategy, apply_directives, build_graph, directives, policies_of, states, with_buckets
 from piper_ir.errors import PiperError
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.ops import KEEP_ALL, Compute
-from piper_ir.plan import COMPUTE, Bucket, Instr, Part, RolePlan
-from piper_ir.plan_bytes import flat_bytes
+from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
 from piper_ir.program import Chunk, Program, Step
-from piper_ir.sizes import bind
-from piper_simulator import CostModel, Device, device_memory, model_for
+from piper_simulator import CostModel, Device, DeviceModel, device_memory, model_for
 
 _PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
@@ -52,6 +52,8 @@ class Sketch:
         groups: chunks of a role that are run in one order.
         policies: the policies of recomputation.
         variants: the names of variants of chunks that are under one.
+        graph: one microbatch, placed, with the buckets of parameters.
+        buckets: what those of which ranks keep a part need.
     """
 
     microbatches: int
@@ -60,6 +62,8 @@ class Sketch:
     groups: tuple[ChunkGroup, ...]
     policies: tuple[str, ...] = ()
     variants: Mapping[str, str] = field(default_factory=dict)
+    graph: Graph = field(kw_only=True, compare=False, repr=False)
+    buckets: WholeBuckets = field(kw_only=True, compare=False, repr=False)
 
     def names(self, chunks: Iterable[str]) -> Iterator[str]:
         """Yield the names of chunks, or of the variants that run in their place."""
@@ -76,8 +80,8 @@ class Sketches:
         self._problem, self._programs = problem, programs
         self._placed: dict[Strategy, Graph | None] = {}
         self._seconds: dict[tuple[Mesh, Wanted], Mapping[str, float] | None] = {}
-        self._states: dict[tuple[str, ...], int] = {}
-        self._saved: dict[Wanted, Mapping[str, int]] = {}
+        self._states: dict[int, dict[str, int]] = {}
+        self._chunks: dict[Wanted, Mapping[str, Chunk]] = {}
         self._built: dict[tuple[Mesh, tuple[str, ...]], Graph] = {}
 
     def sketch(self, strategy: Strategy) -> Sketch | None:
@@ -96,7 +100,7 @@ class Sketches:
         variants: dict[str, str] = {}
         for chunk in graph.program.chunks:
             node = graph.compute(chunk.id, "F")[0]
-            roles.setdefault(node.role or EVERYWHERE, []).append(chunk.id)
+            roles.setdefault(node.role, []).append(chunk.id)
             if isinstance(node.op, Compute) and node.op.keep != KEEP_ALL:
                 variants[chunk.id] = node.op.variant
         parts = next((d.microbatches for d in decisions if d.microbatches is not None), 1)
@@ -115,7 +119,9 @@ class Sketches:
                 groups.setdefault((role, flights[key]), []).append(id)
         listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
         policies = policies_of(strategy.directives)
-        return Sketch(parts, graph.replicas, {r: tuple(c) for r, c in roles.items()}, listed, policies, variants)
+        buckets = WholeBuckets(graph, turns(graph, orders, parts))
+        placed = {r: tuple(c) for r, c in roles.items()}
+        return Sketch(parts, graph.replicas, placed, listed, policies, variants, graph=graph, buckets=buckets)
 
     def rows(self, sketch: Sketch) -> int | None:
         """Return the rows per microbatch and rank; None when the global batch does not divide."""
@@ -124,46 +130,79 @@ class Sketches:
         rows, rest = divmod(self._problem.global_batch, sketch.microbatches * sketch.replicas)
         return None if rest or rows < 1 else rows
 
-    def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> float:
-        """Return a lower bound of the seconds per step: the compute of the busiest role, one after the other.
+    def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> tuple[float, str]:
+        """Return a lower bound of the seconds per step, and what takes so long.
 
-        It is 0 with a cost model that does not promise that single steps are a bound.
+        A device runs its compute one after the other, and so does each stream its messages. It is 0 with a cost model
+        that does not promise that single steps are a bound; messages count with Piper's own model.
         """
         if not self._problem.bounds_steps:
-            return 0.0
+            return 0.0, ""
         seconds = self._chunk_seconds(strategy.mesh, _wanted(sketch, rows))
         if seconds is None:
-            return 0.0
-        return sketch.microbatches * max(sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values())
+            return 0.0, ""
+        steps = sketch.microbatches * max(sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values())
+        sent = self._messages_s(sketch, rows)
+        return max((steps, "device computes"), (sent, "stream communicates"))
 
-    def state_bytes(self, sketch: Sketch) -> tuple[int, str]:
-        """Return a lower bound of the bytes of state on the fullest role, and which role it is.
+    def state_bytes(self, sketch: Sketch) -> Mapping[str, int]:
+        """Return the bytes of state of each role.
 
-        State is parameters, gradients, optimizer state and buffers.
+        State is parameters, gradients, optimizer state and buffers, as far as a rank keeps them.
         """
-        return max((self._role_states(chunks), role) for role, chunks in sketch.roles.items())
+        key = id(sketch.graph)
+        if key not in self._states:
+            held = states(sketch.graph, self._problem.training)
+            self._states[key] = {role: sum([state.nbytes for state in own]) for role, own in held.items()}
+        return self._states[key]
 
-    def filled_bytes(self, sketch: Sketch, rows: int) -> tuple[int, str, int]:
-        """Return a lower bound of state and saved tensors: bytes, role, microbatches in flight there."""
+    def bucket_bytes(self, sketch: Sketch) -> Mapping[str, int]:
+        """Return for each role a lower bound of state and of the whole buckets that one instruction uses."""
+        return {role: kept + sketch.buckets.most[role] for role, kept in self.state_bytes(sketch).items()}
+
+    def filled_bytes(self, sketch: Sketch, rows: int) -> Mapping[str, tuple[int, int]]:
+        """Return for each role a lower bound of state and of what backward needs, and the microbatches in flight."""
         wanted = _wanted(sketch, rows)
         program = self._programs.exact(wanted)
         if program is None:
-            return 0, "", 0
-        if wanted not in self._saved:
-            self._saved[wanted] = {c.variant: saved_bytes(c, rows) for c in (*program.chunks, *program.variants)}
-        saved = self._saved[wanted]
-        return max(
-            (self._role_states(sketch.roles[role]) + most * sum(saved[c] for c in sketch.names(ids)), role, most)
-            for role, ids, most in sketch.groups
-        )
+            return {}
+        if wanted not in self._chunks:
+            self._chunks[wanted] = {c.variant: c for c in (*program.chunks, *program.variants)}
+        moment = FullestMoment(sketch.graph, sketch.buckets, self._chunks[wanted], rows)
+        kept, out = self.state_bytes(sketch), dict[str, tuple[int, int]]()
+        for role, ids, most in sketch.groups:
+            out[role] = max(out.get(role, (0, 0)), (kept[role] + moment.bytes_of(ids, most), most))
+        return out
 
-    def on_device(self, strategy: Strategy, nbytes: int) -> int:
-        """Return the bytes in use on a device when the plan holds `nbytes`, without communicators."""
-        bare, costs = bare_plan(self._problem.program, strategy.mesh, 1), self._problem.costs
-        cluster = self._problem.cluster
+    def on_device(self, sketch: Sketch, nbytes: int, role: str) -> int:
+        """Return the bytes in use on a device when the plan holds `nbytes` on a role."""
+        plan, costs, cluster = self._bare(sketch, 1), self._problem.costs, self._problem.cluster
         devices = (None,) if cluster is None else [kind.device for kind in cluster.kinds]
         allocator = None if costs is None else costs.allocator
-        return min(device_memory(bare, _NOBODY, nbytes, device, allocator).total for device in devices)
+        return min(device_memory(plan, plan.role(role), nbytes, device, allocator).total for device in devices)
+
+    def _bare(self, sketch: Sketch, rows: int) -> Plan:
+        """Return a plan of the roles, channels and buckets of a sketch, which runs nothing."""
+        graph, program = sketch.graph, self._problem.program
+        roles = tuple([RolePlan(role, placed, graph.mesh.ranks(placed), (), (COMPUTE,)) for role, placed in graph.roles.items()])
+        made = bare_plan(program, graph.mesh, rows, program.chunks)
+        return replace(made, roles=roles, channels=tuple(graph.channels.values()), buckets=tuple(graph.buckets.values()))
+
+    def _messages_s(self, sketch: Sketch, rows: int) -> float:
+        """Return the least seconds that the busiest stream needs for the messages of buckets."""
+        if self._problem.model is not DeviceModel or not sketch.graph.replication:
+            return 0.0
+        plan = self._bare(sketch, rows)
+        try:
+            model = model_for(plan, self._problem.cluster, self._problem.costs, DeviceModel)
+            busy: dict[tuple[str, str], float] = {}
+            for role in plan.roles:
+                for (stream, op), times in sketch.buckets.messages(role.role).items():
+                    took = model.work(role, Instr(stream, (Part("", op),))).seconds
+                    busy[role.role, stream] = busy.get((role.role, stream), 0.0) + times * took
+            return max(busy.values(), default=0.0)
+        except PiperError:  # scoring says it
+            return 0.0
 
     def _graph(self, mesh: Mesh, decisions: Sequence[directives.Decided]) -> Graph | None:
         """Return the graph of one microbatch with everything placed, without orders."""
@@ -175,7 +214,8 @@ class Sketches:
                     program = self._programs.exact((0, policies)) if policies else None
                     self._built[key.mesh, policies] = build_graph(program or self._problem.program, key.mesh)
                 graph = apply_directives(self._built[key.mesh, policies], key.directives)
-                self._placed[key] = graph if graph.microbatches else directives.split_all(graph, 1)
+                graph = graph if graph.microbatches else directives.split_all(graph, 1)
+                self._placed[key] = with_buckets(graph, self._problem.training)
             except PiperError:  # compiling it says what is wrong, in the user's terms
                 self._placed[key] = None
         return self._placed[key]
@@ -202,36 +242,6 @@ class Sketches:
             return {c.variant: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in every}
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
-
-    def _role_states(self, chunks: tuple[str, ...]) -> int:
-        if chunks not in self._states:
-            self._states[chunks] = self._states_of(chunks)
-        return self._states[chunks]
-
-    def _states_of(self, chunks: tuple[str, ...]) -> int:
-        """Return the bytes of state of a role with these chunks.
-
-        Elements are exact, without the padding of buckets; the optimizer's state is that of one bucket per group and
-        dtypes.
-        """
-        program, training = self._problem.program, self._problem.training
-        names = {(i.kind, i.ref) for c in chunks for i in program.chunk(c).inputs if i.kind in ("param", "buffer")}
-        trained = {name for c in chunks for name in trains(program.chunk(c))}
-        total = sum(bind(b.spec.nbytes, 0) for b in program.buffers if ("buffer", b.name) in names)
-        groups: dict[tuple[int, tuple[str, str, str]], list[tuple[str, int]]] = {}
-        for p in program.params:
-            if ("param", p.name) not in names:
-                continue
-            if p.name not in trained:
-                total += bind(p.spec.nbytes, 0)
-                continue
-            group = training.group_of.get(p.name, 0)
-            groups.setdefault((group, training.bucket_dtypes(p)), []).append((p.name, bind(p.spec.numel, 0)))
-        for (group, (dtype, compute, reduce)), members in groups.items():
-            ids, numel = tuple(name for name, _ in members), sum(n for _, n in members)
-            bucket = Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group, compute=compute, reduce=reduce)
-            total += sum(flat_bytes(bucket).values()) + training.state_bytes(bucket)
-        return total
 
 
 def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Flight:
@@ -260,13 +270,6 @@ def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Fli
             opened.discard(mb)
             begun.discard(mb)  # a forward after its backward opens nothing
     return Flight(most, (id(order), *(place for _, _, place, _ in events)))
-
-
-def saved_bytes(chunk: Chunk, rows: int) -> int:
-    """Return the bytes that a chunk's forward keeps for its backward, per microbatch."""
-    read = {port for step in ("I", "W") if step in chunk.steps for port in chunk.steps[step].reads}
-    kept = [port for port in chunk.steps["F"].writes if port.startswith("saved") and port in read]
-    return sum(bind(chunk.ports[port].nbytes, rows) for port in kept)
 
 
 def _wanted(sketch: Sketch, rows: int) -> Wanted:

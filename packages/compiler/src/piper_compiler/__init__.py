@@ -33,8 +33,8 @@ from piper_compiler.directives import (
     stream,
 )
 from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
-from piper_compiler.passes import EVERYWHERE
-from piper_compiler.ports import trains
+from piper_compiler.passes import EVERYWHERE, states, windows, with_buckets
+from piper_compiler.ports import steps_of
 from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import MOST_SECONDS, synthetic
 
@@ -66,12 +66,15 @@ __all__ = [
     "recompute",
     "replicate",
     "save_strategy",
-    "with_fixed_stages",
     "site_field",
     "split",
     "split_backward",
+    "states",
+    "steps_of",
     "stream",
     "synthetic",
-    "trains",
+    "windows",
+    "with_buckets",
+    "with_fixed_stages",
     "write_schedule_csv",
 ]

@@ -190,14 +190,31 @@ class InstrTable(Sequence[Instr]):
         return [names[k] for k in self.used]
 
     def each(self, fact: Callable[[Instr], T]) -> list[T]:
-        """Return a fact about each instruction, computed once for each kind from an instruction without waits."""
+        """Return a fact about each instruction, computed once for those with equal ops on values of equal sizes.
+
+        It is computed from an instruction without waits.
+        """
         known: dict[int, T] = {}
-        kinds = [t.kind for t in self.templates]
+        numbers: dict[object, int] = {}
+        by_kind: dict[int, int] = {}
+        for t in self.templates:
+            if t.kind not in by_kind:
+                by_kind[t.kind] = numbers.setdefault(self._work(t), len(numbers))
+        kinds = [by_kind[t.kind] for t in self.templates]
         used = [kinds[k] for k in self.used]
         for i, kind in enumerate(used):
             if kind not in known:
                 known[kind] = fact(self._bare(i, self.values.name))
         return [known[kind] for kind in used]
+
+    def _work(self, template: InstrTemplate) -> object:
+        """Return what an instruction does, without the names of its values."""
+        sizes, count = self.values.nbytes, self.values.count
+        parts = [
+            (p.op, tuple([sizes[v // count] for v in p.reads]), tuple([sizes[v // count] for v in p.writes]))
+            for p in template.parts
+        ]
+        return template.stream, template.seconds, tuple(parts)
 
     @cached_property
     def _places(self) -> list[int]:

@@ -15,6 +15,7 @@ implements independently:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -189,9 +190,12 @@ def sweep(
         latency: seconds until the waiters of a point-to-point transfer see its end.
         issue: seconds per instruction that a host issues.
         after: the times of the step before, which this one follows without a barrier: each stream and each host goes on
-            where it was.
+            where it was, but for streams that begin with a gather of states (see `after_updates`).
     """
     ready, host = _issued(prepared, issue, after)
+    if after is not None:
+        for first, updated in after_updates(prepared).items():
+            ready[first] = max(ready[first], after.done[updated])
     start = [0.0] * len(prepared)
     end, done = _carried(prepared, after)
     for node, before, waits, group in prepared.order:
@@ -236,6 +240,28 @@ def _carried(prepared: Prepared, after: Times | None) -> tuple[list[float], list
     if after is None:
         return end + [0.0] * len(last), done + [0.0] * len(last)
     return end + [after.end[x] for x in last], done + [after.done[x] for x in last]
+
+
+def after_updates(prepared: Prepared) -> dict[int, int]:
+    """Return the first nodes of streams that wait for the step before: each with the last node that its role computes.
+
+    A collective that waits for nothing in its step works on states, which the step before updates last.
+    """
+    computed = {}
+    for nodes in prepared.streams:
+        if prepared.group_of[nodes[0]] < 0:
+            computed[_role_of(prepared, nodes[0])] = nodes[-1]
+    out = {}
+    for first, *_ in prepared.streams:
+        group, role = prepared.group_of[first], _role_of(prepared, first)
+        if group >= 0 and not prepared.p2p[group] and not prepared.waits[first] and role in computed:
+            out[first] = computed[role]
+    return out
+
+
+def _role_of(prepared: Prepared, node: int) -> int:
+    """Return the index of a node's role."""
+    return bisect_right(prepared.offsets, node) - 1
 
 
 def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list[float], list[float]]:

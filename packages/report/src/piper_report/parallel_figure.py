@@ -85,7 +85,8 @@ class Axis:
         given = [v for v in values if v is not None]
         found = [v for v in given if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)]
         numbers, numeric = sorted(set(found)), len(found) == len(given)
-        self.texts = [_text(n) for n in numbers] if numeric else sorted({_text(v) for v in given})
+        names = sorted({_text(v) for v in given} - {_text(n) for n in numbers})
+        self.texts = [*map(_text, numbers), *names]
         self.range = (numbers[0], numbers[-1]) if numeric and len(numbers) > MOST_TICKS else None
 
     def place(self, value: Any) -> float:

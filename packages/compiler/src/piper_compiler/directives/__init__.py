@@ -6,7 +6,7 @@ a strategy that is not compiled (`piper_compiler.interchange`) look for Piper's 
 """
 
 from piper_compiler.directives.base import REGISTRY, Directive, call_site, describe, directive, fail, site_field
-from piper_compiler.directives.decided import Decided, Ordered, decided
+from piper_compiler.directives.decided import Decided, Ordered, decided, simplest
 from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
 from piper_compiler.directives.partition import Boundaries, chunk_layers, layers_of, stage_of_layers
@@ -40,6 +40,7 @@ __all__ = [
     "policies_of",
     "recompute",
     "replicate",
+    "simplest",
     "site_field",
     "split",
     "split_all",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -42,12 +43,30 @@ class Deciding(Protocol):
     def decided(self) -> Decided | None: ...
 
 
-def decided(item: Directive) -> Decided | None:
-    """Return what a directive decides, None when it does not say so.
+@runtime_checkable
+class Simplifying(Protocol):
+    """Describe a directive that can say the same without arguments that have no effect; None: it does nothing."""
 
-    A class that applies otherwise than the one whose `decided` it inherits decides something else.
+    def simplest(self) -> Directive | None: ...
+
+
+def decided(item: Directive) -> Decided | None:
+    """Return what a directive decides, None when it does not say so."""
+    return item.decided() if isinstance(item, Deciding) and _is_own(item, "decided") else None
+
+
+def simplest(items: Iterable[Directive]) -> tuple[Directive, ...]:
+    """Return directives that make the same plans, without arguments that have no effect.
+
+    Strategies that differ in such arguments only are one for a search.
     """
-    if not isinstance(item, Deciding):
-        return None
-    says = next(kind for kind in type(item).__mro__ if "decided" in vars(kind) or "apply" in vars(kind))
-    return item.decided() if "decided" in vars(says) else None
+    each = (item.simplest() if isinstance(item, Simplifying) and _is_own(item, "simplest") else item for item in items)
+    return tuple([item for item in each if item is not None])
+
+
+def _is_own(item: Directive, method: str) -> bool:
+    """Return whether a method speaks of what the directive does.
+
+    A class that applies otherwise than the one whose method it inherits does something else.
+    """
+    return method in vars(next(kind for kind in type(item).__mro__ if method in vars(kind) or "apply" in vars(kind)))

@@ -142,6 +142,10 @@ class Recompute:
         """Return what it decides before it is compiled; None where microbatches are under different policies."""
         return None if any(name == "mb" for name, _ in self.selection.terms) else Decided(self)
 
+    def simplest(self) -> Recompute | None:
+        """Return itself, or nothing where it keeps all."""
+        return None if self.keep == KEEP_ALL else self
+
     def apply(self, graph: Graph) -> Graph:
         if self.keep == KEEP_ALL:
             return graph

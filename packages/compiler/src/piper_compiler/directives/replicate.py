@@ -18,7 +18,7 @@ Legality
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -139,7 +139,17 @@ class Replicate:
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
-        return None if self.shards.optim else Decided(self)
+        return Decided(self)
+
+    def simplest(self) -> Replicate:
+        """Return the same without limits for what is kept whole anyway."""
+        shards = self.shards
+        made = self if shards.params else replace(self, resident_mb=0, prefetch=1)
+        made = made if shards.grads else replace(made, reduced_mb=0)
+        return made if shards.optim else replace(made, gather="", shard=None)
+
+    def __hash__(self) -> int:
+        return hash((self.selection, self.over, self.shards, self.bucket_mb, self.reduce, self.gather, self.prefetch))
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()

@@ -61,8 +61,12 @@ class SplitBackward:
                     raise fail(self, 3, f"{backwards[at]} is in an overlap already; write split_backward before order")
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
-        return Decided()
+        """Return what it decides before it is compiled.
+
+        Its single microbatch is split if any is: each of I and W needs no more than a whole backward.
+        """
+        terms = tuple([term for term in self.selection.terms if term[0] != "mb"])
+        return Decided(replace(self, selection=Where.of(terms)))
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()

@@ -4,6 +4,8 @@ They may import `ports`, `durations`, `request`, `directives.split`, piper_ir an
 `interchange`.
 """
 
-from piper_compiler.passes.complete import EVERYWHERE
+from piper_compiler.passes.assemble import states
+from piper_compiler.passes.complete import EVERYWHERE, with_buckets
+from piper_compiler.passes.windows import windows
 
-__all__ = ["EVERYWHERE"]
+__all__ = ["EVERYWHERE", "states", "windows", "with_buckets"]

@@ -46,6 +46,16 @@ def complete(graph: Graph, training: Training) -> Graph:
     return edit.done()
 
 
+def with_buckets(graph: Graph, training: Training) -> Graph:
+    """Return the graph with every node placed and with the buckets of its parameters, but no node more.
+
+    Buckets do not depend on the number of microbatches, so those of one are those of the plan.
+    """
+    edit = _place_rest(graph).edit()
+    make_buckets(edit, training)
+    return edit.done()
+
+
 def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> int:
     """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
     buckets = [edit.buckets[id] for id in held]

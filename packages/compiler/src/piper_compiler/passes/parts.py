@@ -8,7 +8,7 @@ values are numbers of microbatch 0 (see `piper_ir.instr_table`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 
 from piper_compiler.durations import InstructionSeconds, collective_bytes
@@ -82,6 +82,8 @@ class PartMaker:
         self.whole: list[bool] = []
         self.bound: dict[int, TensorSpec] = {}  # by the id of a spec of the graph, which layers share
         self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
+        self.made: dict[int, list[Made]] = {}  # by the identity of a node, whose parts differ in the values that they hold
+        self.needed: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}  # by variant and step, see `_needs`
 
     def values(self) -> ValueTable:
         """Return the values that parts have named."""
@@ -104,7 +106,11 @@ class PartMaker:
     def node(self, node: Node, held: HeldValues = ()) -> list[Made]:
         """Return the parts of a node, each with those of the values `held` that it uses."""
         if isinstance(node.op, Compute):
-            return [self._holding(made, held) for made in self._compute(node, node.op)] if held else self._compute(node, node.op)
+            if not held:
+                return self._compute(node, node.op)
+            if id(node) not in self.made:
+                self.made[id(node)] = self._compute(node, node.op)
+            return [self._holding(made, held) for made in self.made[id(node)]]
         if node.mbs is None:
             reads = [self._value(v) + max(mb, 0) for v, mb in self.graph.reads_at(node, -1)]
         else:
@@ -115,14 +121,27 @@ class PartMaker:
 
     def _holding(self, made: Made, held: HeldValues) -> Made:
         """Return a part with the values that it uses in place of states which ranks share."""
-        op = made.part.op
-        assert isinstance(op, Compute) and op.step != "B"
+        op, part = made.part.op, made.part
+        assert isinstance(op, Compute)
+        needs = self.needed.get((op.variant, op.step)) or self._needs(op)
+        mine = tuple([self._value(v) for category, bucket, v in held if (category, bucket) in needs])
+        whole = PartTemplate(part.node, part.tail, op, part.reads, part.writes, part.frees, part.ahead, mine)
+        return Made(whole, made.reads, made.writes, made.inside)
+
+    def _needs(self, op: Compute) -> frozenset[tuple[str, str]]:
+        """Return the buckets that a step may hold, with their category.
+
+        It reads their parameters, or adds to their gradients.
+        """
         chunk = self.chunks[op.variant]
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         sig = chunk.steps[op.step]
         read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
         used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}
-        mine = [v for category, b, v in held if not used[category].isdisjoint(self.graph.buckets[b].params)]
-        return replace(made, part=replace(made.part, held=tuple([self._value(v) for v in mine])))
+        buckets = self.graph.buckets.values()
+        found = frozenset((category, b.id) for category, names in used.items() for b in buckets if not names.isdisjoint(b.params))
+        self.needed[op.variant, op.step] = found
+        return found
 
     def transfer_seconds(self, node: Node, part: PartTemplate) -> float:
         """Return the canonical seconds of a communication."""

@@ -5,7 +5,7 @@ is data: no pass knows any recipe.
 """
 
 from piper_compiler.actions import Action
-from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, stage_orders
+from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, recomputation, stage_orders
 from piper_compiler.recipes.dualpipe import dualpipe, dualpipe_v
 from piper_compiler.recipes.from_csv import from_csv
 from piper_compiler.recipes.interleaved import interleaved, looped_bfs
@@ -30,6 +30,7 @@ __all__ = [
     "one_f_one_b",
     "pipeline",
     "recipe",
+    "recomputation",
     "scheduled",
     "stage_orders",
     "v_frontier",

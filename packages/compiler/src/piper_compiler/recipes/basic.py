@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from piper_compiler.directives import Boundaries, Directive, order, partition, place, replicate, split
+from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, split
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
+from piper_ir.errors import DirectiveError
+from piper_ir.ops import KEEP_ALL
 from piper_ir.select import Where, where
 
 
@@ -69,6 +71,23 @@ def data_parallel(
     It composes with a pipeline recipe written before it.
     """
     return (replicate(where(), over, zero, bucket_mb, reduce, shard, resident_mb, reduced_mb, prefetch, gather),)
+
+
+def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ...]:
+    """Put stage k under the policy `keep[k]`, by one `recompute` per policy; see there for the arguments.
+
+    A stage that keeps all needs none. It composes with a pipeline recipe written before it.
+    """
+    if isinstance(keep, str):
+        raise DirectiveError(f"recomputation(keep={keep!r}): a policy for each stage is needed, such as keep=[{keep!r}] * 4")
+    stages_by_policy: dict[str, list[int]] = {}
+    for stage, policy in enumerate(keep):
+        stages_by_policy.setdefault(policy, []).append(stage)
+    return tuple(
+        recompute(where(stage=tuple(stages) if len(stages) > 1 else stages[0]), keep=policy, group=group)
+        for policy, stages in stages_by_policy.items()
+        if policy != KEEP_ALL
+    )
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:

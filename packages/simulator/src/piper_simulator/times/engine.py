@@ -19,7 +19,7 @@ from simpy import Environment, Event
 from simpy.events import Timeout
 
 from piper_ir.steady_state import host_seconds, later_half, steady
-from piper_ir.timing import Prepared, Times
+from piper_ir.timing import Prepared, Times, after_updates
 from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
 
 Running = Generator[Event, None, None]
@@ -226,6 +226,8 @@ class _Engine:
                 ready = 0.0
                 for counter, k, per_step in needs:
                     target = k + step * per_step
+                    if not target:
+                        continue
                     if len(counter.at) < target:
                         event = Event(env)
                         counter.waiting.setdefault(target, []).append(event)
@@ -268,12 +270,16 @@ class _Engine:
         prepared = self.prepared
         role = self._role(nodes)
         first, size = prepared.offsets[role], self._instructions(role)
+        before = after_updates(prepared).get(nodes[0])
         out: list[list[tuple[_Counter, int, int]]] = []
         for node in nodes:
             needs: list[tuple[_Counter, int, int]] = [(self.hosts[role], node - first + 1, size)] if self.issue else []
             for w in prepared.waits[node]:
                 s = prepared.stream_of[w]
                 needs.append((self.streams[s], self.place[w], len(prepared.streams[s])))
+            if node == nodes[0] and before is not None:  # the last that is computed in the step before
+                s = prepared.stream_of[before]
+                needs.append((self.streams[s], 0, len(prepared.streams[s])))
             out.append(needs)
         return out
 
