@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import piper.api.profiling
 from piper.api import metrics
 from piper.api.costs_file import load_costs
 from piper.api.results import unless_empty
@@ -49,20 +48,20 @@ def never(*args: Any, **more: Any) -> Costs:
 
 @pytest.mark.parametrize("path", ["/proc/costs.json", "/proc/none/costs.json"])
 def test_profile_finds_out_first_that_a_disk_is_read_only(recipe: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper.api.profiling, "profile", never)
+    monkeypatch.setattr("piper.cli.measuring.profile", never)
     fails(command("profile", recipe, "--out", path), f"cannot write the costs to {path}", "--out")
 
 
 def test_profile_finds_out_first_that_a_disk_is_full(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is one whose files can be opened but hold nothing, as far as the check can see."""
-    monkeypatch.setattr(piper.api.profiling, "profile", never)
+    monkeypatch.setattr("piper.cli.measuring.profile", never)
     full = recipe.with_name("costs.json.unfinished")
     full.symlink_to("/dev/full")
     fails(command("profile", recipe, "--out", recipe.with_name("costs.json")), "No space left on device", "--out")
 
 
 def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper.api.profiling, "profile", never)
+    monkeypatch.setattr("piper.cli.measuring.profile", never)
     out = recipe.with_name("costs.json")
     out.write_text("older")
     result = command("profile", recipe, "--out", out)
@@ -71,7 +70,7 @@ def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.Monkey
 
 
 def test_costs_that_cannot_be_written_after_all_are_kept(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper.api.profiling, "profile", lambda *_, **__: MEASURED)
+    monkeypatch.setattr("piper.cli.measuring.profile", lambda *_, **__: MEASURED)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = command("profile", recipe, "--out", "/dev/full")
     fails(result, "cannot write the costs to /dev/full: No space left on device; they are in", "instead")

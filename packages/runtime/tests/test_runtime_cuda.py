@@ -23,9 +23,12 @@ from piper_runtime import Job, Run
 from piper_runtime.engine.cuda_streams import CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from piper_runtime.launch.attempts import Attempts
+from piper_runtime.launch.beginning import Beginning
 from piper_runtime.launch.inline_run import rank_job
+from piper_runtime.launch.recovery import Recovery, RecoveryOptions
 from piper_runtime.launch.report import RankReport
-from piper_runtime.launch.run import _result
+from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.device import CPU, LateNumbers, using
 from piper_runtime.rank.job import materialize
 from piper_runtime.rank.parts import device_scale, gradient_scale
@@ -90,7 +93,8 @@ def results(plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, An
         reports[r].close(ranks[r], [], None)
 
     together(plan.mesh.world, body)
-    return _result(plan, reports, materialize(job), False)
+    attempts = Attempts(job, materialize(job), Beginning(0, None, None), RunOptions(steps), None)
+    return attempts._result(plan, reports, Recovery(RecoveryOptions(), 0, None, plan.mesh.world))
 
 
 def on_machine(plan: Plan, job: Job, seed: int) -> Run:

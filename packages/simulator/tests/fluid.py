@@ -120,12 +120,23 @@ class Fluid:
 
     def ready(self, step: int, node: int) -> bool:
         waits = all(self.done(step, w) <= self.now + EPS for w in self.prepared.waits[node])
+        updated = self.update_before(node)
+        if step and updated is not None:
+            waits = waits and self.done(step - 1, updated) <= self.now + EPS
         return waits and self.issued(step, node) <= self.now + EPS
 
     def issued(self, step: int, node: int) -> float:
         offsets = self.prepared.offsets
         r = self.role(node)
         return self.issue * (step * (offsets[r + 1] - offsets[r]) + node - offsets[r] + 1)
+
+    def update_before(self, node: int) -> int | None:
+        """What a collective on states waits for in the step before: the last that its role computes."""
+        p, role = self.prepared, self.role(node)
+        first = p.streams[p.stream_of[node]][0] == node
+        if not first or p.group_of[node] < 0 or self.is_transfer(node) or p.waits[node]:
+            return None
+        return next((nodes[-1] for nodes in p.streams if p.group_of[nodes[0]] < 0 and self.role(nodes[0]) == role), None)
 
     def role(self, node: int) -> int:
         return next(r for r, after in enumerate(self.prepared.offsets[1:]) if node < after)

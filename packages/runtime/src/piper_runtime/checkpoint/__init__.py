@@ -1,6 +1,6 @@
 """Save the state of a run as files that any strategy can read, and bring ranks to the state of such files.
 
-May import: rank.
+May import: rank, weights.
 """
 
 from piper_runtime.checkpoint.commits import CheckpointCommits

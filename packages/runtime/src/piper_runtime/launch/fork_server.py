@@ -7,6 +7,7 @@ shares its pages. It runs no thread and touches no device before it forks. `pipe
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import random
@@ -104,6 +105,7 @@ def _work(fork: Fork, pipe: int, lifeline: int, streams: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(fork.environment)
         sys.path[:] = fork.path
+        sys.argv[1:] = [json.dumps(vars(fork.setup))]  # says whose worker it is where somebody looks
         random.seed()
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # Python's numbers begin anew in a fork, numpy's would be the same in all ranks
