@@ -24,7 +24,7 @@ CLUSTER = "a100x1*8"
 MEMORY_LIMIT = 10 << 30
 MODEL = models.LlamaConfig(layers=16, width=2048, heads=16, kv_heads=8, hidden=5632, vocab=32_000, length=2048)
 TINY = models.LlamaConfig(layers=8, width=16, heads=2, kv_heads=1, hidden=32, vocab=64, length=8)
-"""For the smoke test."""
+"""A model for the smoke test."""
 
 PP = (1, 2, 4)
 SCHEDULES = ("1f1b", "interleaved")

@@ -30,7 +30,7 @@ CORES = 2
 RATE_GOAL, SHARED_GOAL = Goal("above", 20), Goal("above", 15)
 """Plans per second, and those with states that ranks share."""
 BATCHES = 5
-"""Of the plans whose rate is measured; prime to the number of schedules and levels, so that each has all."""
+"""The count of plans whose rate is measured is prime to the number of schedules and levels, so that each has all."""
 SEEDS, TRIALS = 20, 100
 OTHERS = 5
 """Seeds of the samplers that ours is compared with."""

@@ -106,7 +106,7 @@ def held(plan: Plan, values: set[str]) -> str:
 
 
 def read_by_w(plan: Plan, role: str) -> set[str]:
-    """What W reads in chunks that have an I before."""
+    """Return what W reads in chunks that have an I before."""
     chunks = {p.op.chunk for p in parts_of(plan, role, "I") if isinstance(p.op, Compute)}
     return {v for p in parts_of(plan, role, "W") if isinstance(p.op, Compute) and p.op.chunk in chunks for v in p.reads}
 

@@ -26,7 +26,7 @@ PLANS = {
     2: dict(pp=2, microbatches=8),
     1: dict(pp=1, microbatches=8),
 }
-"""By number of ranks, strategies of one training of 16 rows."""
+"""The strategies of one training of 16 rows, by number of ranks."""
 
 
 def distance(found: Run, wanted: Run, *without: str) -> float:
@@ -95,7 +95,7 @@ def test_a_run_outlives_a_hundred_kills_at_random_instants(tmp_path: Path, monke
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 def test_losses_of_devices_at_random_instants(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four devices three are left, and three or two of them go on."""
+    """Four devices lose one, and three or two of the others go on."""
     kills = random_kills(seed, seed % 6 + 1, 4, 0.3)[-1:]
     found = survives(kills, 4, 200, tmp_path, monkeypatch, fewer=lambda _: 2 + seed % 2, pause_s=0.002)
     assert [r.ranks for r in found.restarts] == [2 + seed % 2]

@@ -131,7 +131,7 @@ class Fluid:
         return self.issue * (step * (offsets[r + 1] - offsets[r]) + node - offsets[r] + 1)
 
     def update_before(self, node: int) -> int | None:
-        """What a collective on states waits for in the step before: the last that its role computes."""
+        """Return what a collective on states waits for in the step before: the last that its role computes."""
         p, role = self.prepared, self.role(node)
         first = p.streams[p.stream_of[node]][0] == node
         if not first or p.group_of[node] < 0 or self.is_transfer(node) or p.waits[node]:
