@@ -166,7 +166,7 @@ LEVELS: tuple[Mapping[str, Any], ...] = (
     {"zero": 3},
     {"zero": 3, "resident_mb": "step", "reduced_mb": "step"},
 )
-"""What ranks share, and how long they keep what they have gathered or summed."""
+"""The space says what ranks share, and how long they keep what they have gathered or summed."""
 
 
 def large_shared(layers: int, count: int) -> list[Strategy]:

@@ -110,7 +110,7 @@ def _work(fork: Fork, pipe: int, lifeline: int, streams: list[int]) -> NoReturn:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # Python's numbers begin anew in a fork, numpy's would be the same in all ranks
         main(replace(fork.setup, pipe=pipe, lifeline=lifeline))
-    except BaseException:
+    except BaseException:  # goes to standard error; the exit code tells the launcher, and nothing may return into the server
         traceback.print_exc()
     os._exit(1)
 
