@@ -1,0 +1,329 @@
+"""Find the indexes of a joint graph: each is a loop that runs through dimensions of many of its tensors.
+
+Each op says which nests of its loops run over the same steps (`loops`). A view says it of its argument's dimensions and
+its result's, so a dimension may be a nest of several factors. The sizes of the inner nests of a dimension are its cuts:
+a dimension of 32 elements that a view makes [8, 4] has the cut 4. Cuts go from nest to nest until nothing changes.
+Between its cuts lie the factors of a dimension, and factors at equal places of equal nests are one index.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, fx
+
+from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall
+from piper_compiler.capture.layouts.rules import loops_of
+from piper_compiler.capture.stepgraph import Joint
+
+TensorKey = tuple[fx.Node, int]
+"""A tensor of a graph: the op that makes it, and the number among its results."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """Name a loop through a graph by its number; `size` is its number of steps."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class OpIndexes:
+    """Hold what is known of one op.
+
+    Attributes:
+        tensors: for each tensor among the arguments, for each dimension, its indexes, outermost first.
+        results: likewise.
+        whole: the indexes that must be whole here.
+        summed: the indexes that are added up in results that lack them.
+        known: whether the op has a rule; without one nothing is computed in parts.
+    """
+
+    call: OpCall
+    loops: Loops
+    tensors: tuple[tuple[tuple[Index, ...], ...], ...]
+    results: tuple[tuple[tuple[Index, ...], ...], ...]
+    whole: frozenset[Index]
+    summed: frozenset[Index]
+    known: bool = True
+
+    def parts(self, index: Index) -> tuple[bool, ...] | None:
+        """Return, for each result, whether it has the index; the others are sums over it.
+
+        None says that the op cannot be computed in parts of this index.
+        """
+        everywhere = (*self.tensors, *self.results)
+        if index in self.whole or any(sum(index in dim for dim in dims) > 1 for dims in everywhere):
+            return None
+        if not any(index in dim for dims in everywhere for dim in dims):
+            return None
+        has = tuple(any(index in dim for dim in dims) for dims in self.results)
+        return has if all(has) or index in self.summed else None
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Hold the indexes of a graph.
+
+    Attributes:
+        tensors: for each tensor, for each dimension, its indexes, outermost first. A dimension of size 1 has none.
+        ops: what each op does with them.
+        indexes: all of them.
+    """
+
+    tensors: Mapping[TensorKey, tuple[tuple[Index, ...], ...]]
+    ops: Mapping[fx.Node, OpIndexes]
+    indexes: tuple[Index, ...]
+
+
+def key_of(node: fx.Node) -> TensorKey:
+    """Return the key of the tensor that a node stands for: an item belongs to the op that made it."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        producer, number = node.args
+        assert isinstance(producer, fx.Node) and isinstance(number, int)
+        return producer, number
+    return node, 0
+
+
+def call_of(node: fx.Node) -> tuple[OpCall, tuple[TensorKey, ...]]:
+    """Return the call that an op's node makes, and the tensors among its arguments in the order of the schema."""
+    assert isinstance(node.target, OpOverload)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    found: list[TensorKey] = []
+    fx.node.map_arg([given[n] for n in names if n in given], lambda n: found.append(key_of(n)))
+    return OpCall.of(node.target, args, kwargs, node.meta["val"]), tuple(found)
+
+
+def indexed(joint: Joint) -> Indexed:
+    """Return the indexes of a chunk; an output has those of its gradient, an input likewise."""
+    space = _Space()
+    for node in joint.graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            call, keys = call_of(node)
+            space.add_op(node, call, keys)
+        elif isinstance(node.meta.get("val"), Tensor):
+            space.add_tensors(node, (node.meta["val"],))
+    pairs = [(joint.outputs[k], n) for k, n in joint.tangents.items()] + [(joint.inputs[k], n) for k, n in joint.grads.items()]
+    for a, b in pairs:
+        space.unite(key_of(a), key_of(b))
+    return space.indexed()
+
+
+def of_call(call: OpCall) -> OpIndexes:
+    """Return the indexes of a single call, whose tensors are all different."""
+    graph = fx.Graph()
+    space = _Space()
+    keys = []
+    for k, tensor in enumerate(call.tensors):
+        node = graph.placeholder(f"t{k}")
+        space.add_tensors(node, (tensor,))
+        keys.append((node, 0))
+    op = graph.placeholder("op")
+    space.add_op(op, call, tuple(keys))
+    return space.indexed().ops[op]
+
+
+@dataclass(frozen=True)
+class _Op:
+    call: OpCall
+    keys: tuple[TensorKey, ...]
+    loops: Loops | None
+    numbers: Mapping[At | Inner, int]
+    """A dimension or inner loop -> its number in the space."""
+    links: tuple[int, ...]
+
+
+class _Space:
+    """Collect dimensions and the nests that run alike, and cut them into factors."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._dims: dict[TensorKey, list[int]] = {}
+        self._links: list[tuple[list[int], list[int]]] = []
+        self._ops: dict[fx.Node, _Op] = {}
+
+    def add_tensors(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
+        for k, tensor in enumerate(tensors):
+            self._dims[node, k] = [self._dim(size) for size in tensor.shape]
+
+    def add_op(self, node: fx.Node, call: OpCall, keys: tuple[TensorKey, ...]) -> None:
+        """Add an op and its results; its arguments are there."""
+        self.add_tensors(node, call.results)
+        loops = loops_of(call)
+        numbers: dict[At | Inner, int] = {}
+        for tensor in call.every():
+            key = keys[tensor] if tensor >= 0 else (node, -1 - tensor)
+            numbers |= dict(zip(call.dims(tensor), self._dims[key], strict=True))
+        first = len(self._links)
+        for left, right in loops.same if loops is not None else ():
+            assert prod(map(call.size, left)) == prod(map(call.size, right)), f"{call.op}: {left} and {right} differ in size"
+            self._links.append((self._nest(left, numbers), self._nest(right, numbers)))
+        self._ops[node] = _Op(call, keys, loops, numbers, tuple(range(first, len(self._links))))
+
+    def unite(self, a: TensorKey, b: TensorKey) -> None:
+        """Say that two tensors have equal dimensions."""
+        self._links += [([x], [y]) for x, y in zip(self._dims[a], self._dims[b], strict=True)]
+
+    def _nest(self, nest: Nest, numbers: dict[At | Inner, int]) -> list[int]:
+        for loop in nest:
+            if isinstance(loop, Inner) and loop not in numbers:
+                numbers[loop] = self._dim(loop.size)
+        return [numbers[loop] for loop in nest]
+
+    def _dim(self, size: int) -> int:
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def indexed(self) -> Indexed:
+        cuts, broken = _cuts(self._sizes, self._links)
+        factors = [_factors(size, cut) for size, cut in zip(self._sizes, cuts, strict=True)]
+        firsts = [0]
+        for sizes in factors:
+            firsts.append(firsts[-1] + len(sizes))
+        classes = _Classes(firsts[-1])
+        for k, (left, right) in enumerate(self._links):
+            if k not in broken:
+                for a, b in zip(*(list(_places(nest, factors, firsts)) for nest in (left, right)), strict=True):
+                    classes.unite(a, b)
+        number: dict[int, Index] = {}
+        per_dim: list[tuple[Index, ...]] = []
+        for dim, sizes in enumerate(factors):
+            roots = [classes.root(firsts[dim] + k) for k in range(len(sizes))]
+            per_dim.append(tuple(number.setdefault(r, Index(len(number), s)) for r, s in zip(roots, sizes, strict=True)))
+        tensors = {key: tuple(per_dim[d] for d in dims) for key, dims in self._dims.items()}
+        ops = {node: self._op_indexes(node, op, per_dim, tensors, broken) for node, op in self._ops.items()}
+        return Indexed(tensors, ops, tuple(number.values()))
+
+    def _op_indexes(
+        self,
+        node: fx.Node,
+        op: _Op,
+        per_dim: Sequence[tuple[Index, ...]],
+        tensors: Mapping[TensorKey, tuple[tuple[Index, ...], ...]],
+        broken: set[int],
+    ) -> OpIndexes:
+        def of(loops: Iterable[At | Inner]) -> set[Index]:
+            return {index for loop in loops for index in per_dim[op.numbers[loop]]}
+
+        loops = op.loops or Loops(whole=frozenset(op.numbers))
+        whole = of(loops.whole) | {
+            i for k in op.links if k in broken for nest in self._links[k] for d in nest for i in per_dim[d]
+        }
+        arguments = tuple(tensors[key] for key in op.keys)
+        results = tuple(tensors[node, k] for k in range(len(op.call.results)))
+        summed = frozenset(of(loops.summed))
+        return OpIndexes(op.call, loops, arguments, results, frozenset(whole), summed, op.loops is not None)
+
+
+def _cuts(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]]) -> tuple[list[set[int]], set[int]]:
+    """Return the cuts of each dimension, and the links between nests that do not fit into each other.
+
+    A dimension of 6 that is [2, 3] in one view and [3, 2] in another has no factors; it is left whole, with all nests
+    that it is part of.
+    """
+    tangled: set[int] = set()
+    while True:
+        broken = {k for k, nests in enumerate(links) if any(d in tangled for nest in nests for d in nest)}
+        cuts = _spread(sizes, [nests for k, nests in enumerate(links) if k not in broken])
+        found = {d for d, cut in enumerate(cuts) if not _chain(sizes[d], cut)}
+        if not found:
+            return cuts, broken
+        tangled |= found
+
+
+def _spread(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]]) -> list[set[int]]:
+    """Return the cuts of each dimension after they have gone through all links."""
+    cuts: list[set[int]] = [set() for _ in sizes]
+    of_dim: dict[int, list[int]] = {}
+    for k, nests in enumerate(links):
+        for dim in {d for nest in nests for d in nest}:
+            of_dim.setdefault(dim, []).append(k)
+    work = list(range(len(links)))[::-1]
+    waiting = set(work)
+    while work:
+        k = work.pop()
+        waiting.discard(k)
+        points = {p for nest in links[k] for p in _points(nest, sizes, cuts)}
+        for nest in links[k]:
+            for dim, new in _points_of_dims(nest, sizes, points):
+                if not new <= cuts[dim]:
+                    cuts[dim] |= new
+                    again = [other for other in of_dim[dim] if other not in waiting]
+                    work += again
+                    waiting.update(again)
+    return cuts
+
+
+def _points(nest: Sequence[int], sizes: Sequence[int], cuts: Sequence[set[int]]) -> Iterator[int]:
+    """Yield the sizes of the inner nests of a nest."""
+    inner = 1
+    for dim in reversed(nest):
+        yield inner
+        yield from (inner * cut for cut in cuts[dim])
+        inner *= sizes[dim]
+
+
+def _points_of_dims(nest: Sequence[int], sizes: Sequence[int], points: set[int]) -> Iterator[tuple[int, set[int]]]:
+    """Yield the dimensions of a nest, each with the points that fall inside of it, as cuts of it.
+
+    A point that is no whole number of inner steps becomes a cut 0, which fits into nothing.
+    """
+    inner = 1
+    for dim in reversed(nest):
+        outer = inner * sizes[dim]
+        yield dim, {p // inner if p % inner == 0 else 0 for p in points if inner < p < outer}
+        inner = outer
+
+
+def _chain(size: int, cuts: Iterable[int]) -> bool:
+    ordered = [1, *sorted(cuts), size]
+    return ordered[1] > 0 and all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False))
+
+
+def _factors(size: int, cuts: Iterable[int]) -> tuple[int, ...]:
+    """Return the sizes of the factors between cuts, outermost first."""
+    ordered = [1, *sorted(cuts), size]
+    return tuple(b // a for a, b in zip(ordered, ordered[1:], strict=False) if b != a)[::-1]
+
+
+def _places(nest: Sequence[int], factors: Sequence[tuple[int, ...]], firsts: Sequence[int]) -> Iterator[int]:
+    """Yield the numbers of the factors of a nest, outermost first."""
+    for dim in nest:
+        yield from range(firsts[dim], firsts[dim] + len(factors[dim]))
+
+
+class _Classes:
+    """Unite numbers into classes."""
+
+    def __init__(self, count: int) -> None:
+        self._parents = list(range(count))
+
+    def root(self, number: int) -> int:
+        while self._parents[number] != number:
+            self._parents[number] = number = self._parents[self._parents[number]]
+        return number
+
+    def unite(self, a: int, b: int) -> None:
+        self._parents[self.root(a)] = self.root(b)
+
+
+def local_shape(shape: Sequence[int], dims: Sequence[tuple[Index, ...]], index: Index, degree: int) -> tuple[int, ...]:
+    """Return the shape of a device's part of a tensor, one of `degree` parts along an index."""
+    return tuple(size // degree if index in dim else size for size, dim in zip(shape, dims, strict=True))
+
+
+def outer_of(dims: Sequence[tuple[Index, ...]], index: Index) -> tuple[int, int] | None:
+    """Return the dimension that an index is in and the steps of the factors outside of it there; None if in none."""
+    for dim, inside in enumerate(dims):
+        if index in inside:
+            return dim, prod(i.size for i in inside[: inside.index(index)])
+    return None

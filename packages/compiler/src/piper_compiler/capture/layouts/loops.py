@@ -1,0 +1,162 @@
+"""Say of an op how its loops run over the dimensions of its tensors.
+
+An op is a nest of loops: `mm` runs over m, n and k, an element-wise op over each dimension of its result. Its rule
+names the dimensions that one loop runs over, in its arguments and results. Then the op can be computed in parts: where a
+loop of n * k steps is in some tensors, a device that takes k of the steps needs its block of these tensors and all of
+the others, and makes its block of each result that has the loop. A result that lacks the loop is a sum over all of its
+steps, so what the device makes is a term of that sum. Where neither holds, the rule says that the dimension must be
+whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from piper_compiler.capture._torch import OpOverload
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Name a dimension of a tensor of a call.
+
+    Attributes:
+        tensor: k for the k-th tensor among the arguments in the order of the schema, -1 - k for the k-th result.
+        dim: counted from 0.
+    """
+
+    tensor: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Name a loop that is no dimension of its own, only a factor of some: which of the parts that a tensor is cut into.
+
+    Attributes:
+        size: its number of steps.
+        number: tells the inner loops of one op apart.
+    """
+
+    size: int
+    number: int = 0
+
+
+Nest = tuple[At | Inner, ...]
+"""Loops inside each other, the outermost first."""
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """Hold a call of an op with its tensors, which may be fake.
+
+    Attributes:
+        args: schema name -> value, defaults left out.
+        results: the tensors that come out.
+    """
+
+    op: OpOverload
+    args: Mapping[str, Any]
+    results: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> OpCall:
+        """Return the call of `op` that made `result`."""
+        names = [a.name for a in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | dict(kwargs)
+        made = result if isinstance(result, list | tuple) else (result,)
+        return OpCall(op, {n: given[n] for n in names if n in given}, tuple(t for t in made if isinstance(t, Tensor)))
+
+    @cached_property
+    def _numbered(self) -> tuple[tuple[str, Tensor], ...]:
+        return tuple((name, t) for name, value in self.args.items() for t in _tensors(value))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors among the arguments, in the order of the schema."""
+        return tuple(t for _, t in self._numbered)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the tensors of an argument: none where it is not given or None."""
+        return tuple(k for k, (n, _) in enumerate(self._numbered) if n == name)
+
+    def number(self, name: str) -> int:
+        """Return the number of an argument that is one tensor."""
+        (found,) = self.numbers(name)
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an argument that is no tensor, or the default of the schema."""
+        if name in self.args:
+            return self.args[name]
+        (argument,) = (a for a in self.op._schema.arguments if a.name == name)
+        return argument.default_value if argument.has_default_value() else default
+
+    def shape(self, tensor: int) -> Shape:
+        """Return the shape of a tensor by its number."""
+        found = self.tensors[tensor] if tensor >= 0 else self.results[-1 - tensor]
+        return tuple(found.shape)
+
+    def size(self, at: At | Inner) -> int:
+        """Return the number of steps of a dimension or an inner loop."""
+        return at.size if isinstance(at, Inner) else self.shape(at.tensor)[at.dim]
+
+    def dims(self, tensor: int) -> Nest:
+        """Return all dimensions of a tensor."""
+        return tuple(At(tensor, d) for d in range(len(self.shape(tensor))))
+
+    def every(self) -> Iterator[int]:
+        """Yield the numbers of all tensors, the results last."""
+        yield from range(len(self.tensors))
+        yield from (-1 - k for k in range(len(self.results)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+Localize = Callable[[OpCall, Sequence[Shape]], Mapping[str, Any]]
+"""A function of the whole call and the shapes of a device's parts of the results, to the arguments that change there."""
+
+
+def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
+    """Return no arguments: the op computes parts as it computes the whole."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Say what loops an op has.
+
+    Attributes:
+        same: pairs of nests that run over the same steps in the same order, so of equal size in total.
+        summed: dimensions and inner loops whose steps are added up in each result that lacks them.
+        whole: dimensions and inner loops that cannot be computed in parts.
+        linear: sets of arguments, by number, in which the op is linear together: where these are terms of a sum, and
+            all others are equal on all devices, so are the results.
+        localize: the arguments of a device that computes a part.
+    """
+
+    same: tuple[tuple[Nest, Nest], ...] = ()
+    summed: frozenset[At | Inner] = frozenset()
+    whole: frozenset[At | Inner] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    localize: Localize = field(default=unchanged, compare=False)
+
+
+def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
+    """Return a device's block of a tensor whose dimension `dim` is [outer, degree, rest]."""
+    size = tensor.shape[dim]
+    split = tensor.reshape(*tensor.shape[:dim], outer, degree, size // outer // degree, *tensor.shape[dim + 1 :])
+    own = split.select(dim + 1, place)
+    return own.reshape(*tensor.shape[:dim], size // degree, *tensor.shape[dim + 1 :])
