@@ -54,7 +54,7 @@ class ChunkSteps:
 def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
     """Return the steps of a chunk under a policy of recomputation, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
-    backward = _backward(joint)
+    backward = backward_nodes(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}
     params = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "param"}
 
@@ -117,7 +117,7 @@ def _forward(
     return {"F": f.finish(), "R": r.finish()}
 
 
-def _backward(joint: Joint) -> set[fx.Node]:
+def backward_nodes(joint: Joint) -> set[fx.Node]:
     """Return the nodes that run after the forward.
 
     These depend on a tangent, or were recorded by autograd's backward, or are of unknown origin and needed by no

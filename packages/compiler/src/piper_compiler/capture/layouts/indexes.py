@@ -9,8 +9,9 @@ Between its cuts lie the factors of a dimension, and factors at equal places of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from torch import Tensor, fx
@@ -37,6 +38,7 @@ class OpIndexes:
     """Hold what is known of one op.
 
     Attributes:
+        keys: the tensors among the arguments, in the order of the schema.
         tensors: for each tensor among the arguments, for each dimension, its indexes, outermost first.
         results: likewise.
         whole: the indexes that must be whole here.
@@ -45,6 +47,7 @@ class OpIndexes:
     """
 
     call: OpCall
+    keys: tuple[TensorKey, ...]
     loops: Loops
     tensors: tuple[tuple[tuple[Index, ...], ...], ...]
     results: tuple[tuple[tuple[Index, ...], ...], ...]
@@ -101,8 +104,11 @@ def call_of(node: fx.Node) -> tuple[OpCall, tuple[TensorKey, ...]]:
     return OpCall.of(node.target, args, kwargs, node.meta["val"]), tuple(found)
 
 
-def indexed(joint: Joint) -> Indexed:
-    """Return the indexes of a chunk; an output has those of its gradient, an input likewise."""
+def indexed(joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] | None = None) -> Indexed:
+    """Return the indexes of a chunk; an output has those of its gradient, an input likewise.
+
+    `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests.
+    """
     space = _Space()
     for node in joint.graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
@@ -115,6 +121,8 @@ def indexed(joint: Joint) -> Indexed:
     pairs = [(joint.outputs[k], n) for k, n in joint.tangents.items()] + [(joint.inputs[k], n) for k, n in joint.grads.items()]
     for a, b in pairs:
         space.unite(key_of(a), key_of(b))
+    for (key, dim), more in (cuts or {}).items():
+        space.cut(key, dim, more)
     return space.indexed()
 
 
@@ -150,6 +158,11 @@ class _Space:
         self._dims: dict[TensorKey, list[int]] = {}
         self._links: list[tuple[list[int], list[int]]] = []
         self._ops: dict[fx.Node, _Op] = {}
+        self._given: dict[int, set[int]] = {}
+
+    def cut(self, key: TensorKey, dim: int, cuts: Collection[int]) -> None:
+        """Cut a dimension also where no op does."""
+        self._given.setdefault(self._dims[key][dim], set()).update(cuts)
 
     def add_tensors(self, node: fx.Node, tensors: Sequence[Tensor]) -> None:
         for k, tensor in enumerate(tensors):
@@ -184,7 +197,7 @@ class _Space:
         return len(self._sizes) - 1
 
     def indexed(self) -> Indexed:
-        cuts, broken = _cuts(self._sizes, self._links)
+        cuts, broken = _cuts(self._sizes, self._links, self._given)
         factors = [_factors(size, cut) for size, cut in zip(self._sizes, cuts, strict=True)]
         firsts = [0]
         for sizes in factors:
@@ -221,10 +234,12 @@ class _Space:
         arguments = tuple(tensors[key] for key in op.keys)
         results = tuple(tensors[node, k] for k in range(len(op.call.results)))
         summed = frozenset(of(loops.summed))
-        return OpIndexes(op.call, loops, arguments, results, frozenset(whole), summed, op.loops is not None)
+        return OpIndexes(op.call, op.keys, loops, arguments, results, frozenset(whole), summed, op.loops is not None)
 
 
-def _cuts(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]]) -> tuple[list[set[int]], set[int]]:
+def _cuts(
+    sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]], given: Mapping[int, set[int]]
+) -> tuple[list[set[int]], set[int]]:
     """Return the cuts of each dimension, and the links between nests that do not fit into each other.
 
     A dimension of 6 that is [2, 3] in one view and [3, 2] in another has no factors; it is left whole, with all nests
@@ -233,16 +248,18 @@ def _cuts(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]]) ->
     tangled: set[int] = set()
     while True:
         broken = {k for k, nests in enumerate(links) if any(d in tangled for nest in nests for d in nest)}
-        cuts = _spread(sizes, [nests for k, nests in enumerate(links) if k not in broken])
+        cuts = _spread(sizes, [nests for k, nests in enumerate(links) if k not in broken], given)
         found = {d for d, cut in enumerate(cuts) if not _chain(sizes[d], cut)}
         if not found:
             return cuts, broken
         tangled |= found
 
 
-def _spread(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]]) -> list[set[int]]:
+def _spread(
+    sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]], given: Mapping[int, set[int]]
+) -> list[set[int]]:
     """Return the cuts of each dimension after they have gone through all links."""
-    cuts: list[set[int]] = [set() for _ in sizes]
+    cuts: list[set[int]] = [set(given.get(d, ())) for d in range(len(sizes))]
     of_dim: dict[int, list[int]] = {}
     for k, nests in enumerate(links):
         for dim in {d for nest in nests for d in nest}:
@@ -286,13 +303,13 @@ def _points_of_dims(nest: Sequence[int], sizes: Sequence[int], points: set[int])
 
 def _chain(size: int, cuts: Iterable[int]) -> bool:
     ordered = [1, *sorted(cuts), size]
-    return ordered[1] > 0 and all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False))
+    return ordered[1] > 0 and all(b % a == 0 for a, b in pairwise(ordered))
 
 
 def _factors(size: int, cuts: Iterable[int]) -> tuple[int, ...]:
     """Return the sizes of the factors between cuts, outermost first."""
     ordered = [1, *sorted(cuts), size]
-    return tuple(b // a for a, b in zip(ordered, ordered[1:], strict=False) if b != a)[::-1]
+    return tuple(b // a for a, b in pairwise(ordered) if b != a)[::-1]
 
 
 def _places(nest: Sequence[int], factors: Sequence[tuple[int, ...]], firsts: Sequence[int]) -> Iterator[int]:
@@ -314,11 +331,6 @@ class _Classes:
 
     def unite(self, a: int, b: int) -> None:
         self._parents[self.root(a)] = self.root(b)
-
-
-def local_shape(shape: Sequence[int], dims: Sequence[tuple[Index, ...]], index: Index, degree: int) -> tuple[int, ...]:
-    """Return the shape of a device's part of a tensor, one of `degree` parts along an index."""
-    return tuple(size // degree if index in dim else size for size, dim in zip(shape, dims, strict=True))
 
 
 def outer_of(dims: Sequence[tuple[Index, ...]], index: Index) -> tuple[int, int] | None:

@@ -1,0 +1,124 @@
+"""Bring a tensor from the way in which it lies along an axis to another, by a collective or by taking the own part.
+
+Along a dimension that is [outer, degree, rest] over all devices, device k of `degree` holds [outer, k, rest]. Collectives
+stack along a leading dimension, so the permutation that brings `degree` there and back is a node of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import fx
+
+from piper_compiler.capture import aliasing
+from piper_compiler.capture.layouts.decide import SUM, Along, Axis
+from piper_compiler.capture.layouts.emit import Coordinate, Emitter
+from piper_compiler.capture.layouts.indexes import Index
+from piper_ops import collectives
+
+aten = torch.ops.aten
+Dims = Sequence[tuple[Index, ...]]
+
+
+def convert(
+    emit: Emitter, source: fx.Node, dims: Dims, axis: Axis, before: Sequence[Along], want: Sequence[Along], number: int
+) -> fx.Node:
+    """Return `source` as it is wanted along axis `number`; along all others it stays as it is."""
+    now, then = before[number], want[number]
+    others = {how for k, how in enumerate(before) if k != number and isinstance(how, Index)}
+    match now, then:
+        case Index(), None:
+            return _gather(emit, source, _place(dims, now, others), axis)
+        case None, Index():
+            return _own(emit, source, _place(dims, then, others), axis)
+        case _, None if now is SUM:
+            return emit.call(collectives.all_reduce, source, axis.name, axis.degree)
+        case _, Index() if now is SUM:
+            return _scatter(emit, source, _place(dims, then, others), axis)
+        case Index(), Index():
+            return _exchange(emit, source, _place(dims, now, others), _place(dims, then, others), axis)
+        case Index(), _:
+            return _spread(emit, source, _place(dims, now, others), axis)
+    raise AssertionError(f"from {now} to {then}")
+
+
+Place = tuple[int, int]
+"""A dimension, and the steps of the factors outside of an index there, on one device of the other axes."""
+
+
+def _place(dims: Dims, index: Index, others: set[Index]) -> Place:
+    dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
+    return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)
+
+
+def _gather(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+    stacked = emit.call(collectives.all_gather, _dense(emit, source), axis.name, axis.degree)
+    return _merged(emit, stacked, place)
+
+
+def _scatter(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+    mine = emit.call(collectives.reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
+    return mine
+
+
+def _exchange(emit: Emitter, source: fx.Node, now: Place, then: Place, axis: Axis) -> fx.Node:
+    stacked = _stacked(emit, source, then, axis.degree)
+    return _merged(emit, emit.call(collectives.all_to_all, stacked, axis.name, axis.degree), now)
+
+
+def _own(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+    """Take the device's part of a tensor that it has whole."""
+    dim, outer = place
+    shape = list(aliasing.tensor(source).shape)
+    split = _viewed(emit, source, [*shape[:dim], outer, axis.degree, shape[dim] // outer // axis.degree, *shape[dim + 1 :]])
+    own = emit.call(aten.select.int, split, dim + 1, Coordinate(axis.name))
+    return _viewed(emit, _dense(emit, own), [*shape[:dim], shape[dim] // axis.degree, *shape[dim + 1 :]])
+
+
+def _spread(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+    """Put the device's part where it belongs in a tensor of zeros, which makes it a term of the sum."""
+    dim, outer = place
+    value = aliasing.tensor(source)
+    shape = list(value.shape)
+    rest = shape[dim] // outer
+    wide = [*shape[:dim], outer, axis.degree, rest, *shape[dim + 1 :]]
+    zeros = emit.call(aten.zeros.default, wide, dtype=value.dtype, device=value.device)
+    part = _viewed(emit, source, [*shape[:dim], outer, rest, *shape[dim + 1 :]])
+    placed = emit.call(aten.select_scatter.default, zeros, part, dim + 1, Coordinate(axis.name))
+    return _viewed(emit, placed, [*shape[:dim], shape[dim] * axis.degree, *shape[dim + 1 :]])
+
+
+def _stacked(emit: Emitter, source: fx.Node, place: Place, degree: int) -> fx.Node:
+    """Return a tensor with the blocks along a dimension stacked along a new leading one."""
+    dim, outer = place
+    shape = list(aliasing.tensor(source).shape)
+    rest = shape[dim] // outer // degree
+    split = _viewed(emit, _dense(emit, source), [*shape[:dim], outer, degree, rest, *shape[dim + 1 :]])
+    rank = len(shape) + 2
+    order = [dim + 1, *(d for d in range(rank) if d != dim + 1)]
+    first = split if order == sorted(order) else _dense(emit, emit.call(aten.permute.default, split, order))
+    return _viewed(emit, first, [degree, *shape[:dim], outer * rest, *shape[dim + 1 :]])
+
+
+def _merged(emit: Emitter, stacked: fx.Node, place: Place) -> fx.Node:
+    """Return stacked blocks as one dimension: what `_stacked` takes apart."""
+    dim, outer = place
+    degree, *shape = aliasing.tensor(stacked).shape
+    split = _viewed(emit, stacked, [degree, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]])
+    rank = len(shape) + 2
+    order = [*range(1, dim + 2), 0, *range(dim + 2, rank)]
+    back = split if order == sorted(order) else _dense(emit, emit.call(aten.permute.default, split, order))
+    return _viewed(emit, back, [*shape[:dim], shape[dim] * degree, *shape[dim + 1 :]])
+
+
+def _viewed(emit: Emitter, source: fx.Node, shape: list[int]) -> fx.Node:
+    shape = [int(s) for s in shape]
+    return source if list(aliasing.tensor(source).shape) == shape else emit.call(aten.view.default, source, shape)
+
+
+def _dense(emit: Emitter, source: fx.Node) -> fx.Node:
+    if aliasing.tensor(source).is_contiguous():
+        return source
+    return emit.call(aten.clone.default, source, memory_format=torch.contiguous_format)

@@ -1,0 +1,199 @@
+"""Rewrite a joint graph into the one that a device runs: with its parts of the tensors, and collectives between them.
+
+The result is a joint graph again. It is the same for all devices: what differs between them is a `Coordinate`, the
+device's place along an axis, which generated code reads as a global.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_compiler.capture import aliasing
+from piper_compiler.capture.layouts.conversions import convert
+from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
+from piper_compiler.capture.layouts.emit import Emitter
+from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
+from piper_compiler.capture.phases import backward_nodes
+from piper_compiler.capture.stepgraph import Joint
+
+Lying = tuple[Along, ...]
+"""How a tensor lies along each axis."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Hold the graph of a device and how its tensors lie.
+
+    Attributes:
+        inputs: for each input of the chunk, how it lies along each axis.
+        outputs: likewise for each output, and so its gradient.
+        grads: input -> how its gradient lies. A parameter's may be a sum, which its bucket adds up.
+        whole: the ops that every device of an axis computes whole, by axis.
+    """
+
+    joint: Joint
+    inputs: tuple[Lying, ...]
+    outputs: tuple[Lying, ...]
+    grads: Mapping[int, Lying]
+
+
+def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False) -> Sharded:
+    """Return the graph that each device of `axes` runs.
+
+    With `keep`, what the forward has gathered is kept for the backward, else it is gathered again.
+    """
+    decisions = [decided(joint, indexes, axis) for axis in axes]
+    builder = _Builder(joint, indexes, axes, decisions, keep)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(
+        self, joint: Joint, indexes: Indexed, axes: Sequence[Axis], decisions: Sequence[Decision], keep: bool
+    ) -> None:
+        self._joint, self._indexes, self._axes, self._decisions = joint, indexes, axes, decisions
+        mode = joint.inputs[0].meta["val"].fake_mode
+        self._emit = Emitter(fx.Graph(), mode)
+        self._backward = backward_nodes(joint)
+        self._keep = keep
+        self._at: dict[tuple[TensorKey, Lying, bool], fx.Node] = {}
+        """A tensor as it lies, in the forward or the backward, -> its node."""
+        self._names: dict[fx.Node, str] = {}
+
+    def build(self) -> Sharded:
+        for node in self._joint.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._input(node)
+            elif node in self._indexes.ops:
+                self._op(node, self._indexes.ops[node])
+        results = {node: self._result(node) for node in (*self._joint.outputs, *self._joint.grads.values())}
+        given = [results[n] for n in (*self._joint.outputs, *self._joint.grads.values())]
+        self._emit.graph.output(given)
+        self._emit.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        return self._sharded(results)
+
+    def _sharded(self, results: Mapping[fx.Node, fx.Node]) -> Sharded:
+        joint = self._joint
+        found = replace(
+            joint,
+            graph=self._emit.graph,
+            inputs=tuple(self._made(n) for n in joint.inputs),
+            outputs=tuple(results[n] for n in joint.outputs),
+            tangents={k: self._made(n) for k, n in joint.tangents.items()},
+            grads={k: results[n] for k, n in joint.grads.items()},
+            constant_names={self._made(n): name for n, name in joint.constant_names.items()},
+        )
+        inputs = tuple(self._lying((n, 0)) for n in joint.inputs)
+        outputs = tuple(self._wanted_result(n) for n in joint.outputs)
+        return Sharded(found, inputs, outputs, {k: self._wanted_result(n) for k, n in joint.grads.items()})
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        return self._at[(node, 0), self._lying((node, 0)), False]
+
+    def _lying(self, key: TensorKey) -> Lying:
+        """Return how a tensor is made."""
+        return tuple(d.made[key] for d in self._decisions)
+
+    def _wanted_result(self, node: fx.Node) -> Lying:
+        return tuple(d.results[node] for d in self._decisions)
+
+    def _input(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):  # a placeholder that nothing reads
+            self._at[(node, 0), (None,) * len(self._axes), False] = self._emit.input(node, value)
+            return
+        key = (node, 0)
+        self._at[key, self._lying(key), False] = self._emit.input(node, self._emit.empty(self._shape(key, value.shape), value.dtype))
+
+    def _shape(self, key: TensorKey, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a device's part of a tensor, as it is made."""
+        lying = self._lying(key)
+        return _local(shape, self._indexes.tensors[key], zip(lying, self._axes, strict=True))
+
+    def _op(self, node: fx.Node, op: OpIndexes) -> None:
+        late = node in self._backward
+        wants = list(zip(*(d.wanted[node] for d in self._decisions), strict=True))
+        nodes = iter([self._find(key, want, late, node) for key, want in zip(op.keys, wants, strict=True)])
+        shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
+        changed = op.loops.localize(op.call, shapes)
+        named = {name: _with_nodes(value, nodes) for name, value in _arguments(node).items()} | dict(changed)
+        made = self._emit.op(node, op.call.op, named)
+        if isinstance(node.meta["val"], list | tuple):
+            items = [u for u in node.users if u.target is operator.getitem]
+            for k in sorted({int(u.args[1]) for u in items}):  # type: ignore[arg-type]  # getitem: (source, index)
+                self._at[(node, k), self._lying((node, k)), False] = self._emit.item(made, k)
+        else:
+            self._at[(node, 0), self._lying((node, 0)), False] = made
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        return self._find(key_of(node), self._wanted_result(node), node in self._backward, node)
+
+    def _find(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
+        """Return the node of a tensor as it is wanted, converted where it is needed first in its phase."""
+        made = self._lying(key)
+        if want == made:
+            return self._at[key, made, False]
+        late = late and not (self._keep and (key, want, False) in self._at)
+        found = self._at.get((key, want, late))
+        if found is None:
+            found = self._at[key, want, late] = self._converted(key, want, late, user)
+        return found
+
+    def _converted(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
+        settled = tuple(d.of(key) for d in self._decisions)
+        made = self._lying(key)
+        if settled not in (made, want):
+            before, source = settled, self._find(key, settled, late=key[0] in self._backward, user=user)
+        else:
+            before, source = made, self._at[key, made, False]
+        base = self._of_base(key, before, want, late, user)
+        if base is not None:
+            return base
+        with self._emit.like(user, late):
+            for number, axis in enumerate(self._axes):
+                if before[number] != want[number]:
+                    source = convert(self._emit, source, self._indexes.tensors[key], axis, before, want, number)
+                    before = (*before[:number], want[number], *before[number + 1 :])
+        return source
+
+    def _of_base(self, key: TensorKey, before: Lying, want: Lying, late: bool, user: fx.Node) -> fx.Node | None:
+        """Return a gathered view as a view of what was gathered, so that all views of one tensor share one message."""
+        node, _ = key
+        op = self._indexes.ops.get(node)
+        if op is None or len(op.keys) != 1 or not aliasing.is_view(node) or isinstance(node.meta["val"], list | tuple):
+            return None
+        if not all(w is None or w == b for b, w in zip(before, want, strict=True)) or SUM in before:
+            return None
+        wanted = tuple(d.wanted[node][0] for d in self._decisions)
+        if tuple(d.made[key] for d in self._decisions) != wanted:
+            return None
+        source = self._find(op.keys[0], want, late, user)
+        shape = _local(tuple(op.call.results[0].shape), self._indexes.tensors[key], zip(want, self._axes, strict=True))
+        named = {name: _with_nodes(v, iter([source])) for name, v in _arguments(node).items()}
+        with self._emit.like(user, late):
+            return self._emit.op(node, op.call.op, named | dict(op.loops.localize(op.call, [shape])))
+
+
+def _local(shape: Sequence[int], dims: Sequence[tuple[Index, ...]], lying: Any) -> tuple[int, ...]:
+    found = list(shape)
+    for how, axis in lying:
+        for d, inside in enumerate(dims):
+            if isinstance(how, Index) and how in inside:
+                found[d] //= axis.degree
+    return tuple(found)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]  # an op
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return {n: given[n] for n in names if n in given}
+
+
+def _with_nodes(value: Any, nodes: Any) -> Any:
+    return fx.node.map_arg(value, lambda n: next(nodes))

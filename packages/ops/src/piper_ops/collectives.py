@@ -1,0 +1,47 @@
+"""Define the collectives inside of a step as ops, so that a graph can hold them.
+
+A device runs its step up to a collective, hands over the tensor, and goes on with the result. So these ops have shapes
+and no kernels. They stack along a new leading dimension or take it away: element k of it is that of the k-th device of
+the axis. `axis` names the devices that take part, `degree` is their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from piper_ops.library import contiguous_empty, define
+
+
+def _same(x: Tensor, axis: str, degree: int) -> Tensor:
+    return contiguous_empty(x, x.shape)
+
+
+def _stacked(x: Tensor, axis: str, degree: int) -> Tensor:
+    return contiguous_empty(x, (degree, *x.shape))
+
+
+def _own(x: Tensor, axis: str, degree: int) -> Tensor:
+    if x.dim() == 0 or x.shape[0] != degree:
+        raise ValueError(f"a tensor with one element of its first dimension for each of {degree} devices is needed, not {x.shape}")
+    return contiguous_empty(x, x.shape[1:])
+
+
+def _elsewhere(*args: Any) -> Tensor:
+    raise RuntimeError("a collective inside of a step is run by the engine that runs the step, not as an op")
+
+
+_SCHEMA = "(Tensor x, str axis, int degree) -> Tensor"
+
+all_reduce = define("all_reduce", _SCHEMA, _same, _elsewhere)
+"""An op that returns the sum over the devices of an axis."""
+
+all_gather = define("all_gather", _SCHEMA, _stacked, _elsewhere)
+"""An op that returns the tensors of all devices, stacked along a new leading dimension."""
+
+reduce_scatter = define("reduce_scatter", _SCHEMA, _own, _elsewhere)
+"""An op that sums stacked tensors over the devices and returns to each device its own element of the sum."""
+
+all_to_all = define("all_to_all", _SCHEMA, _same, _elsewhere)
+"""An op that sends element k of the leading dimension to device k, and stacks what comes in by where it came from."""
