@@ -34,6 +34,7 @@ _HOME = {
     "place": "piper_compiler",
     "recompute": "piper_compiler",
     "replicate": "piper_compiler",
+    "shard": "piper_compiler",
     "order": "piper_compiler",
     "overlap": "piper_compiler",
     "stream": "piper_compiler",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from piper_ir.errors import CaptureError
+from piper_ir.layout import Sharding
 from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
@@ -71,6 +72,13 @@ def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
     from piper_compiler.capture import with_policies
 
     return with_policies(captured, policies) if policies else captured
+
+
+def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
+    """Return a capture for devices that share its chunks."""
+    from piper_compiler.capture import with_shardings
+
+    return with_shardings(captured, shardings) if shardings else captured
 
 
 def captured_job(job: Job) -> Captured:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from piper.api.capturing import captured_job, program_at, under_policies
-from piper_compiler import Options, Strategy, Training, compile_program, policies_of
+from piper.api.capturing import captured_job, program_at, shared_by, under_policies
+from piper_compiler import Options, Strategy, Training, compile_program, policies_of, shardings_of
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, PiperWarning
 from piper_ir.graph import Graph
@@ -81,6 +81,7 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch)
+    captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, policies_of(strategy.directives))
     with _remarks_in_errors(captured):
         lowered = compile_program(

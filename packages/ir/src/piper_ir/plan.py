@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 from piper_ir.bucket_dtypes import BucketDtypes
 from piper_ir.codec import dumps
+from piper_ir.layout import whole_shape
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
@@ -138,6 +139,7 @@ class Bucket(BucketDtypes):
         compute: the dtype of its parameters in forward and backward; "" for `dtype`. Where they differ, holders have a
             state "master", which is updated, and from which "param" is written.
         reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
+        parts: the axes along which each rank holds another part of its parameters.
     """
 
     id: str
@@ -154,6 +156,7 @@ class Bucket(BucketDtypes):
     scatter: tuple[str, ...] = ()
     compute: str = ""
     reduce: str = ""
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class Channel:
         roles: the roles that it joins; (source, destination) for "p2p".
         streams: the stream that uses it on each of the roles.
         over: the mesh axes along which the ranks of a group differ.
-        purpose: the kind of data that it carries.
+        purpose: the kind of data that it carries; "tensor" for what devices that share a chunk exchange inside of steps.
         sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
             copy engines move it. Only simulations read it.
     """
@@ -176,7 +179,7 @@ class Channel:
     roles: tuple[str, ...]
     streams: tuple[str, ...]
     over: tuple[str, ...] = ()
-    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm"] = "activation"
+    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm", "tensor"] = "activation"
     sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:
@@ -280,6 +283,7 @@ class Plan:
         device: the kind of device that peaks are for; a plan runs on any.
         version: the version of the file format.
         variants: the chunks under the policies of recomputation that parts name, likewise bound.
+        shared: the axes whose devices share the work of each chunk.
     """
 
     program_key: str
@@ -302,6 +306,7 @@ class Plan:
     device: DeviceType = ""
     version: int = PLAN_VERSION
     variants: tuple[Chunk, ...] = ()
+    shared: tuple[str, ...] = ()
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)
@@ -339,6 +344,15 @@ class Plan:
     def replicas(self) -> int:
         """Return the data-parallel width: the product of the sizes of the axes in `replicated`."""
         return self.mesh.degree(self.replicated)
+
+    @cached_property
+    def whole_params(self) -> tuple[Param, ...]:
+        """Return the parameters with the specs that they have over all devices, as the model makes them."""
+        degrees = dict(self.mesh.sizes)
+        return tuple(
+            replace(p, spec=TensorSpec(whole_shape(p.spec.shape, p.layout, degrees), p.spec.dtype)) if p.layout else p
+            for p in self.params
+        )
 
     @property
     def global_batch(self) -> int:
@@ -389,6 +403,11 @@ class Plan:
     def key(self) -> str:
         """Return the hash of the content; equal plans have equal keys on every machine."""
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
+
+
+def inside_channel(axis: str, role: str) -> str:
+    """Return the id of the channel on which the devices along an axis meet inside of the steps of a role."""
+    return f"{axis}.{role}"
 
 
 def is_state(chunk: Chunk, port: str) -> bool:

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Literal
 
 from piper_ir.codec import dumps
+from piper_ir.layout import Layout, StepCollective
 from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
 
@@ -164,6 +165,7 @@ class Signature:
             parameter may be listed once only.
         cost: the work of the step on a device.
         liveness: the memory that the step holds while it runs.
+        collectives: what devices that share the chunk exchange inside of the step, in its order.
     """
 
     reads: tuple[str, ...]
@@ -171,10 +173,12 @@ class Signature:
     accumulates: tuple[int, ...] = ()
     cost: Cost = Cost()
     liveness: Liveness = Liveness()
+    collectives: tuple[StepCollective, ...] = ()
 
     def bind(self, rows: int) -> Signature:
         """Return the step at a number of rows."""
-        return Signature(self.reads, self.writes, self.accumulates, self.cost.bind(rows), self.liveness.bind(rows))
+        inside = tuple([c.bind(rows) for c in self.collectives])
+        return Signature(self.reads, self.writes, self.accumulates, self.cost.bind(rows), self.liveness.bind(rows), inside)
 
     @property
     def empty(self) -> bool:
@@ -300,12 +304,16 @@ class Param:
         tied: its other names.
         trained: False without requires_grad or without a gradient path; then it is in no bucket, has no state and is
             not updated.
+        layout: how devices that share its chunks take it apart; its spec is that of one device's part.
+        summed: the axes along which the gradients that devices make are terms of a sum.
     """
 
     name: str
     spec: TensorSpec
     tied: tuple[str, ...] = ()
     trained: bool = True
+    layout: Layout = ()
+    summed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +350,7 @@ class Program:
         source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
+        axes: the axes whose devices share the work of each chunk, with their sizes.
         variants: chunks under policies of recomputation, for the policies that a strategy asks for. They are no content
             of the program: it has the same key without them.
     """
@@ -355,6 +364,7 @@ class Program:
     hop: float = 0.0
     overlap: tuple[float, ...] = ()
     variants: tuple[Chunk, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
 

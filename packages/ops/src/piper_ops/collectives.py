@@ -24,7 +24,9 @@ def _stacked(x: Tensor, axis: str, degree: int) -> Tensor:
 
 def _own(x: Tensor, axis: str, degree: int) -> Tensor:
     if x.dim() == 0 or x.shape[0] != degree:
-        raise ValueError(f"a tensor with one element of its first dimension for each of {degree} devices is needed, not {x.shape}")
+        raise ValueError(
+            f"a tensor with one element of its first dimension for each of {degree} devices is needed, not {x.shape}"
+        )
     return contiguous_empty(x, x.shape[1:])
 
 

@@ -11,6 +11,7 @@ from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
 from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.recompute import POLICIES
+from piper_compiler.capture.sharding import with_shardings
 from piper_compiler.capture.tags import region, tag
 from piper_compiler.capture.variants import with_policies
 
@@ -33,4 +34,5 @@ __all__ = [
     "region",
     "tag",
     "with_policies",
+    "with_shardings",
 ]

@@ -11,7 +11,8 @@ use:
         return (mm.contiguous(),)
 
 The text depends on the graph alone. Ops are bound once as globals, and the device of factory ops is the global DEVICE.
-Views are printed as reshape, because strides on the running device may differ from those seen at capture.
+A collective is a call of the global EXCHANGE, and a device's place along an axis is PLACE[axis]; both come from the engine
+that runs the step. Views are printed as reshape, because strides on the running device may differ from those seen at capture.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from piper_compiler.capture import exchanges
 from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.errors import CaptureError
@@ -77,7 +80,7 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
     Its arguments are the step's reads in order, then one accumulator per accumulated parameter.
     """
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
-    ops = dict.fromkeys(op for line in lines if (op := _op(line)) not in METHODS and op not in FUNCTIONS)
+    ops = dict.fromkeys(op for line in lines if not _bound(op := _op(line)))
     used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
     results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
     source = [
@@ -127,7 +130,9 @@ def _line(line: Line) -> str:
     if METHODS.get(op) in SPREAD and isinstance(args[1], list | tuple) and args[1]:
         args[1:2] = args[1]
     first, *rest = [*map(_literal, args), *keywords] or [""]
-    if op in METHODS:
+    if op in exchanges.KINDS:
+        call = exchanges.call(op, first, node.args[1])
+    elif op in METHODS:
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     else:
         call = f"{FUNCTIONS.get(op) or _global(op)}({', '.join([first, *rest])})"
@@ -136,6 +141,11 @@ def _line(line: Line) -> str:
         return f"{node.name} = {call}{drops}"
     items = "; ".join(f"{item.name} = {node.name}[{item.args[1]}]" for item in line.makes)
     return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *line.drops))}"
+
+
+def _bound(op: OpOverload) -> bool:
+    """Return whether the text calls an op without a global of its own."""
+    return op in METHODS or op in FUNCTIONS or op in exchanges.KINDS
 
 
 def _op(line: Line) -> OpOverload:
@@ -153,6 +163,8 @@ def _literal(value: Any) -> str:
     match value:
         case fx.Node():
             return str(value.target) if value.op == "get_attr" else value.name
+        case Coordinate():
+            return f"PLACE[{value.axis!r}]"
         case None | bool() | int() | str():
             return repr(value)
         case float():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,9 +17,11 @@ from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
+from piper_compiler.capture.layouts import Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
+from piper_ir.layout import Sharding
 from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import TensorSpec, bind
@@ -35,6 +38,7 @@ class TraceSpec:
         tangent_mask: which outputs receive a gradient.
         keep: the policy of recomputation.
         reduce: the dtype of gradient accumulators; None for that of their parameters.
+        shardings: how devices share its work.
     """
 
     cut: Cut
@@ -44,6 +48,7 @@ class TraceSpec:
     tangent_mask: tuple[bool, ...]
     keep: str = KEEP_ALL
     reduce: torch.dtype | None = None
+    shardings: tuple[Sharding, ...] = ()
 
     def trace(self, rows: int) -> TracedChunk:
         """Return the chunk's steps."""
@@ -53,8 +58,16 @@ class TraceSpec:
         return trace_opaque(module, self._inputs(rows), self.tangent_mask, random=random, keep=self.keep, reduce=self.reduce)
 
     def joint(self, rows: int) -> Joint:
-        """Return the graph of forward and backward, which is the same under any policy."""
+        """Return the graph of forward and backward, which is the same under any policy, as one device runs it."""
+        return self.sharded(rows).joint if self.shardings else self.whole(rows)
+
+    def whole(self, rows: int) -> Joint:
+        """Return the graph of forward and backward on one device alone."""
         return trace_joint(self.cut.module(self.piece, rows), self._inputs(rows), self.tangent_mask, self.reduce)
+
+    def sharded(self, rows: int) -> Sharded:
+        """Return the graph of one of the devices that share the chunk."""
+        return shared_joint(self.whole(rows), self.shardings)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
@@ -91,6 +104,16 @@ class CodeStore:
         made = variant_name(code, keep)
         self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
         return made
+
+    def shared(self, code: str, asked: tuple[Sharding, ...]) -> str:
+        """Return the code id of a code for devices that share its work."""
+        made = hashlib.sha256(f"{code} {asked!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], shardings=asked))
+        return made
+
+    def layouts(self, code: str, rows: int) -> Sharded:
+        """Return how the tensors of a shared code lie."""
+        return self._recipes[code].sharded(rows)
 
     def expect(self, code: str, chunk: Chunk) -> None:
         """Record the ports and steps of this code at two rows and more, affine in rows, as the program has them."""
@@ -162,6 +185,7 @@ class Captured:
         advancing: buffers that advance once per microbatch.
         remarks: chunk -> what a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
+        shared: the same capture for devices that share its chunks, likewise.
     """
 
     program: Program
@@ -170,6 +194,7 @@ class Captured:
     advancing: tuple[Advancing, ...] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
     under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[tuple[Sharding, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.

@@ -17,7 +17,7 @@ import torch
 import torch.fx.traceback
 from torch import fx
 
-from piper_compiler.capture import _torch_joint, aliasing, kernels, liveness, phases
+from piper_compiler.capture import _torch_joint, aliasing, exchanges, kernels, liveness, phases
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.codegen import StepCode, generate
@@ -101,7 +101,9 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
         reuse_dying_arguments(graph)
         lines = schedule(graph)
         cost = kernels.cost(graph)
-        steps[step] = Signature(graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines))
+        steps[step] = Signature(
+            graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines), exchanges.inside(graph)
+        )
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)
     return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random)

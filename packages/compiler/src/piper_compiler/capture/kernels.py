@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from piper_compiler.capture import aliasing
+from piper_compiler.capture import aliasing, exchanges
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Cost, Kernel
 from piper_ops import KernelInfo, kernel_of
@@ -32,4 +32,6 @@ def counted(cost: Cost) -> Cost:
 
 def _launches(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
+    if node.target in exchanges.KINDS:
+        return False
     return node.target is not operator.getitem and (not aliasing.is_view(node) or (schema is not None and schema.is_mutable))

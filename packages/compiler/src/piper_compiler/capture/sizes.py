@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from piper_compiler.capture.joint import TracedChunk
 from piper_ir.errors import CaptureError
+from piper_ir.layout import StepCollective
 from piper_ir.program import Cost, Inside, Kernel, Liveness, Signature, Step
 from piper_ir.sizes import Affine, Dim, TensorSpec, affine, bind
 
@@ -45,9 +46,16 @@ class Fitter:
         if any((s.reads, s.writes, s.accumulates) != (first.reads, first.writes, first.accumulates) for s in signatures):
             raise NotAffine(f"step {step} reads or writes other tensors")
         cost = self._cost(step, [s.cost for s in signatures])
-        return Signature(
-            first.reads, first.writes, first.accumulates, cost, self._liveness(step, [s.liveness for s in signatures])
-        )
+        live = self._liveness(step, [s.liveness for s in signatures])
+        inside = self._collectives(step, [s.collectives for s in signatures])
+        return Signature(first.reads, first.writes, first.accumulates, cost, live, inside)
+
+    def _collectives(self, step: Step, each: Sequence[tuple[StepCollective, ...]]) -> tuple[StepCollective, ...]:
+        kinds = [[(c.kind, c.axis, c.why) for c in inside] for inside in each]
+        if any(k != kinds[0] for k in kinds):
+            raise NotAffine(f"step {step} has other collectives")
+        what = f"collectives of step {step}"
+        return tuple(replace(same[0], nbytes=self._fit(what, [c.nbytes for c in same])) for same in zip(*each, strict=True))
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
         """Fit kernels by their places in the step.

@@ -15,6 +15,8 @@ from piper_compiler.directives.place import Place as place
 from piper_compiler.directives.recompute import Recompute as recompute
 from piper_compiler.directives.recompute import policies_of
 from piper_compiler.directives.replicate import Replicate as replicate
+from piper_compiler.directives.shard import Shard as shard
+from piper_compiler.directives.shard import shardings_of
 from piper_compiler.directives.split import Split as split
 from piper_compiler.directives.split import split_all
 from piper_compiler.directives.split_backward import SplitBackward as split_backward
@@ -40,6 +42,8 @@ __all__ = [
     "policies_of",
     "recompute",
     "replicate",
+    "shard",
+    "shardings_of",
     "simplest",
     "site_field",
     "split",

@@ -40,6 +40,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
         training.tokens_per_row,
         options.device,
         variants=tuple([c for c in chunks.values() if c.keep != KEEP_ALL]),
+        shared=tuple(axis for axis, _ in program.axes),
     )
 
 

@@ -34,6 +34,8 @@ class _Kind:
         dtypes: the dtypes of the update, of forward and backward, and of gradients; "" where it is the first.
         unit: the stage whose gradients complete them, where a bucket must not join stages: its gathered parameters or
             gradients would be held for both.
+        parts: the axes along which each device has another part of them.
+        summed: the axes along which devices that share a chunk make terms of their gradients.
     """
 
     roles: tuple[str, ...]
@@ -42,6 +44,8 @@ class _Kind:
     limit: int
     policy: Replication
     unit: Coord | None
+    parts: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -64,10 +68,12 @@ def make_buckets(edit: Editor, training: Training) -> None:
     for param, policy, stage in _by_completion(edit):
         roles = held[param.name]
         group = training.group_of.get(param.name, 0)
-        reduced = len(roles) > 1 or bool(policy.over)
+        reduced = len(roles) > 1 or bool(policy.over or param.summed)
         limit = policy.bucket_bytes if reduced else 2**62
         dtypes = training.bucket_dtypes(param)
-        key = _Kind(roles, dtypes, group, limit, _shared(policy), stage if policy.shard.grads else None)
+        parts = tuple(sorted({p.axis for p in param.layout}))
+        unit = stage if policy.shard.grads else None
+        key = _Kind(roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed)
         members = open_.get(key)
         item = ITEM_BYTES[dtypes[2] or dtypes[0]]
         if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
@@ -132,7 +138,8 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     if shard.optim:
         whole = kind.step * edit.graph.mesh.degree(shard.optim)
         numel = -(-numel // whole) * whole
-    over = tuple(a for a in policy.over if a not in shard.optim)
+    axes = tuple(a for a in edit.graph.mesh.axes if a in (*policy.over, *kind.summed))
+    over = tuple(a for a in axes if a not in shard.optim)
     used = policy.stream or "reduce"
     channel = _channel(edit, roles, over, used, "reduce") if len(roles) > 1 or over else ""
     sharers = roles if shard.optim else ()
@@ -140,8 +147,8 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     scatter = tuple([_channel(edit, (role,), shard.optim, policy.stream or "scatter", "scatter") for role in sharers])
     dtype, compute, reduce = kind.dtypes
     edit.buckets[id] = Bucket(
-        id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, policy.over, kind.group, channel,
-        shard, gather, scatter, compute, reduce,
+        id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
+        shard, gather, scatter, compute, reduce, kind.parts,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.graph_parts import compute_id, on_role
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
-from piper_ir.plan import Bucket, Channel
+from piper_ir.plan import COMPUTE, Bucket, Channel, inside_channel
 from piper_ir.program import Program
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 
@@ -33,6 +33,7 @@ def complete(graph: Graph, training: Training) -> Graph:
     _check_orders(graph)
     edit = graph.edit()
     make_buckets(edit, training)
+    _meet_inside(edit)
     _share(edit)
     _reduce(edit)
     total = _loss_weight(edit) if graph.program.loss_kind == "sum" else {}
@@ -103,7 +104,7 @@ def _check_axes(graph: Graph) -> None:
         )
     over = set(next(iter(overs)))
     for axis in graph.mesh.axes:
-        if axis not in placed | over:
+        if axis not in placed | over | set(dict(graph.program.axes)):
             raise CompileError(
                 f"the mesh has {axis}={graph.mesh.size(axis)} but no directive uses {axis}; "
                 "place on it, replicate over it, or take it out of the mesh"
@@ -180,6 +181,19 @@ def _order_buffers(edit: Editor) -> None:
         uses = [(compute_id(id, "F"), mb) for mb in range(edit.microbatches) for id in users]
         for before, after in pairwise(uses):
             edit.order(before, after)
+
+
+def _meet_inside(edit: Editor) -> None:
+    """Add the channels on which the devices that share a role's chunks meet inside of steps."""
+    used: dict[str, set[str]] = {}
+    for chunk in edit.graph.program.chunks:
+        axes = {c.axis for step in chunk.steps.values() for c in step.collectives}
+        for role in {node.role for step in ("F", "B") for node in edit.families.get(compute_id(chunk.id, step), ())}:
+            used.setdefault(role, set()).update(axes)
+    for role in edit.roles:
+        for axis in sorted(used.get(role, ())):
+            id = inside_channel(axis, role)
+            edit.channels[id] = Channel(id, "group", (role,), (COMPUTE,), (axis,), "tensor")
 
 
 def _share(edit: Editor) -> None:
@@ -287,11 +301,11 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
     """Return by role the value with the squared norm of the whole gradient.
 
     A bucket counts once, on the first role that holds it. Replicas hold equal gradients after their reductions, so the
-    sum is over roles at each data-parallel coordinate, and over the ranks that share buckets.
+    sum is over roles at each data-parallel coordinate, and over the ranks that share buckets or the work of chunks.
     """
     wide = any(b.reduce_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
-    over = _shared_along(edit)
+    over = tuple(a for a in edit.graph.mesh.axes if a in {*_shared_along(edit), *dict(edit.graph.program.axes)})
     local = {}
     for role in edit.roles:
         owned = tuple(b.id for b in edit.buckets.values() if b.roles[0] == role)
@@ -299,7 +313,7 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
             local[role] = _zeros(edit, "norm", role, spec)
             continue
         local[role] = edit.value(f"norm#{role}", spec, "scalar")
-        once = tuple([b for b in owned if over and not edit.buckets[b].shard.optim])
+        once = tuple([b for b in owned if set(over) - {*edit.buckets[b].shard.optim, *edit.buckets[b].parts}])
         op = SquaredNorm(owned, spec.dtype, once, over if once else ())
         edit.add(Node(f"norm#{role}", op, {"phase": "U", "op": "squarednorm"}, (), (local[role],), role))
     return _sum_over_roles(edit, "norm", local, over, spec)

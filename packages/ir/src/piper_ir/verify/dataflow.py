@@ -187,11 +187,13 @@ class _Dataflow:
                 yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(opened, wanted)}"
 
     def _norm(self, bucket: Bucket, opened: Opened) -> tuple[Atom, frozenset[str]]:
-        """Return how a bucket counts in the norm: over the ranks that share it, or, where all have it, once."""
-        shared = frozenset(a for a in bucket.shard.optim if self._plan.mesh.size(a) > 1)
+        """Return how a bucket counts in the norm: over the ranks that share it, and those that have it alike once."""
+        shared = frozenset(a for a in (*bucket.shard.optim, *bucket.parts) if self._plan.mesh.size(a) > 1)
         once: Atom = ("", f"{_ONCE} {bucket.id}"), -1
         found = next((over for atom, over in opened if atom == once), None)
-        return (("", f"{_NORM} {bucket.id}"), -1) if found is None or shared else once, found or shared
+        if found is not None and found > shared:
+            return once, found
+        return (("", f"{_NORM} {bucket.id}"), -1), shared
 
     def _weight_problems(self, origin: _Origin) -> Iterable[str]:
         plan = self._plan

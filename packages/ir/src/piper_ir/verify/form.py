@@ -212,6 +212,8 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     if channel.sms and (len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)):
         return f"its sms are {channel.sms}; per role none or a number that is not negative is expected"
     for role, stream in zip(channel.roles, channel.streams, strict=True):
+        if channel.purpose == "tensor" and stream == COMPUTE:
+            continue
         if stream == COMPUTE or stream not in plan.role(role).streams:
             return f"role {role} has no communication stream {stream}"
     if len(set(channel.roles)) != len(channel.roles):

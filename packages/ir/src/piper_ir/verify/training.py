@@ -161,7 +161,10 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
         missing = [a for a in open_axes if a not in bucket.over]
         if missing:
             return f"role {name} is replicated along {', '.join(missing)}, the bucket along {', '.join(bucket.over) or 'nothing'}"
-    alone = [a for a in bucket.over if plan.mesh.size(a) > 1 and a not in plan.replicated]
+    summed = {a for p in plan.params if p.name in bucket.params for a in p.summed}
+    if lost := [a for a in summed if a not in bucket.over]:
+        return f"the devices along {', '.join(lost)} make terms of its gradients, and it does not add them"
+    alone = [a for a in bucket.over if plan.mesh.size(a) > 1 and a not in (*plan.replicated, *summed)]
     if alone:
         along = ", ".join(plan.replicated) or "none"
         return f"it adds gradients along {', '.join(alone)}, and rows are shared out along {along}"

@@ -142,7 +142,7 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
     yield from _other_tensors(saved, plan)
     if saved.weights_only:
         return
-    spec = optimizer_spec(job, plan.params)
+    spec = optimizer_spec(job, plan.whole_params)
     if spec.kind != meta.optimizer:
         yield f"holds the state of {meta.optimizer or 'no optimizer'}, the job has {spec.kind}; use the same, or {WEIGHTS_FROM}"
     trained, before = {p.name for p in plan.params if p.trained}, set(meta.trained)
@@ -150,7 +150,7 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
         then, now = ("frozen", "trained") if name in trained else ("trained", "frozen")
         yield f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or {WEIGHTS_FROM}"
     if spec.separable:
-        yield from _other_keys(saved, state_keys(job, plan.params))
+        yield from _other_keys(saved, state_keys(job, plan.whole_params))
 
 
 def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str]:
@@ -197,7 +197,7 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
     The same is said of the state of a schedule, which was made anew and has counted the steps again.
     """
     dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
-    optimizer = call_optimizer(job.optimizer, meta_parameters(plan.params, dtype))
+    optimizer = call_optimizer(job.optimizer, meta_parameters(plan.whole_params, dtype))
     schedule: dict[str, Any] = {}
     if job.scheduler is not None:
         made = call_scheduler(job.scheduler, optimizer)

@@ -15,9 +15,10 @@ from typing import assert_never
 
 import torch
 
-from piper_ir.collectives import Law
+from piper_ir.collectives import Law, law_of
 from piper_ir.errors import ExecutionError, PiperError, RankError
-from piper_ir.plan import COMPUTE
+from piper_ir.plan import COMPUTE, inside_channel
+from piper_runtime.engine.fibers import Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
@@ -35,6 +36,9 @@ class _State:
     posted: set[str] = field(default_factory=set)
     posted_at: dict[str, float] = field(default_factory=dict)
     spans: list[TimedSpan] = field(default_factory=list)
+    fiber: Fiber | None = None
+    answer: torch.Tensor | None = None
+    started: float = 0.0
 
     def ready(self, entry: BoundInstr) -> bool:
         return all(self.done.get(stream, 0) >= n for stream, n in entry.waits)
@@ -61,16 +65,25 @@ class InlineEngine:
         with torch.no_grad():
             for state in states.values():
                 self._observed(state, -1, lambda state=state: state.rank.begin(step))
-            waiting = deque(states.values())
-            while waiting:
-                state = waiting.popleft()
-                woken = self._advance(state, states)
-                waiting.extend(s for s in woken if s not in waiting)
+            try:
+                self._run_all(states)
+            finally:
+                for state in states.values():
+                    if state.fiber is not None:
+                        state.fiber.cancel()
             if not all(s.finished for s in states.values()):
                 raise ExecutionError(f"step {step}: deadlock; " + "; ".join(_stuck(s) for s in states.values() if not s.finished))
             for state in states.values():
                 state.rank.end()
         return {r: s.spans for r, s in states.items()}
+
+    def _run_all(self, states: dict[int, _State]) -> None:
+        """Run all ranks until each is done or blocked for ever."""
+        waiting = deque(states.values())
+        while waiting:
+            state = waiting.popleft()
+            woken = self._advance(state, states)
+            waiting.extend(s for s in woken if s not in waiting)
 
     def _advance(self, state: _State, states: dict[int, _State]) -> list[_State]:
         """Run one rank until it blocks; return the ranks that a communication has set free."""
@@ -78,6 +91,9 @@ class InlineEngine:
         moved = True
         while moved:
             moved = self._issue(state)
+            inside = self._exchange(state, states)
+            moved = moved or inside is not None
+            woken += [p for p in inside or () if p is not state]
             for stream in [s for s, q in state.queues.items() if q]:
                 partners = self._communicate(state, stream, states)
                 moved = moved or partners is not None
@@ -90,25 +106,67 @@ class InlineEngine:
             entry = entries[state.issued]
             if entry.comm is not None:
                 state.queues.setdefault(entry.stream, deque()).append(entry)
-            elif state.ready(entry):
-                self._run(state, entry)
+            elif state.fiber is not None or state.ready(entry):
+                if state.fiber is not None and state.answer is None:
+                    break
+                moved = True
+                if not self._run(state, entry):
+                    break
             else:
                 break
             state.issued += 1
             moved = True
         return moved
 
-    def _run(self, state: _State, entry: BoundInstr) -> None:
-        assert entry.work is not None
-        start = time.perf_counter()
+    def _run(self, state: _State, entry: BoundInstr) -> bool:
+        """Run an instruction, or go on with it; return whether it is done, and does not wait for others inside."""
         try:
-            self._observed(state, entry.index, entry.work)
+            if state.fiber is None:
+                state.started = time.perf_counter()
+            done = self._go_on(state, entry)
         except PiperError:
             raise
         except Exception as e:
             raise failure(state.rank, entry, e) from e
-        state.spans.append((entry.index, start, time.perf_counter()))
-        state.done[COMPUTE] = state.done.get(COMPUTE, 0) + 1
+        if done:
+            state.fiber = None
+            state.spans.append((entry.index, state.started, time.perf_counter()))
+            state.done[COMPUTE] = state.done.get(COMPUTE, 0) + 1
+        return done
+
+    def _go_on(self, state: _State, entry: BoundInstr) -> bool:
+        work = entry.work
+        assert work is not None
+        if not state.rank.plan.shared:
+            self._observed(state, entry.index, work)
+            return True
+        if state.fiber is None:
+            fiber = state.fiber = Fiber(lambda: self._observed(state, entry.index, work))
+            state.rank.exchange = fiber.exchange
+            fiber.start()
+            return fiber.done
+        answer, state.answer = state.answer, None
+        assert answer is not None
+        state.fiber.answer(answer)
+        return state.fiber.done
+
+    def _exchange(self, state: _State, states: dict[int, _State]) -> list[_State] | None:
+        """Answer a request inside of an instruction once all members have it; return them, or None when it must wait."""
+        if state.fiber is None or state.fiber.request is None or state.answer is not None:
+            return None
+        asked, plan = state.fiber.request, state.rank.plan
+        channel = plan.channel(inside_channel(asked.axis, state.rank.role.role))
+        members = [states[p] for p in plan.peers(channel, state.rank.rank)]
+        requests = [m.fiber.request if m.fiber is not None and m.answer is None else None for m in members]
+        if any(r is None for r in requests):
+            return None
+        found = {(r.kind, r.axis, r.given.shape, r.given.dtype) for r in requests if r is not None}
+        if len(found) > 1:
+            raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel.id}: {found}")
+        results = stacked_collective(asked.kind, [r.given for r in requests if r is not None])
+        for member, result in zip(members, results, strict=True):
+            member.answer = result
+        return members
 
     def _observed(self, state: _State, index: int, work: object) -> None:
         assert callable(work)
@@ -140,6 +198,17 @@ class InlineEngine:
             member.done[head.stream] = member.done.get(head.stream, 0) + 1
             member.spans.append((head.index, member.posted_at[comm.channel], end))
         return members
+
+
+def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what each device gets of a collective inside of a step, given what each gives.
+
+    These stack along a leading dimension, or take it away (`piper_ops.collectives`).
+    """
+    law = law_of(kind)
+    whole = [g if law.reads == "whole" and law.blocks else g.unsqueeze(0) for g in given]
+    got = [r.clone() for r in collected(law, whole)]
+    return [g.squeeze(0) if law.writes == "part" or not law.blocks else g for g in got]
 
 
 def _head(state: _State, comm: BoundComm) -> BoundInstr:

@@ -10,6 +10,7 @@ from piper_ir.errors import ExecutionError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.sizes import bind
 from piper_runtime.launch.report import RankReport
+from piper_runtime.rank.layouts import whole_of
 from piper_runtime.rank.store import bucket_views
 
 _Tensors = dict[str, torch.Tensor]
@@ -18,7 +19,7 @@ _Tensors = dict[str, torch.Tensor]
 def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _Tensors]:
     """Return by rank, and by name, what it has after the last step, alone or together with those that share with it."""
     shared = {rank: report.shared_states for rank, report in reports.items()}
-    return {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()}
+    return _over_parts(plan, {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()})
 
 
 def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[_Tensors]]:
@@ -30,6 +31,20 @@ def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int,
         for step in range(steps):
             shared = {r: rep.shared_gradients[step] if rep.shared_gradients else {} for r, rep in reports.items()}
             out.setdefault(rank, []).append(own[step] | _whole(plan, rank, shared))
+    steps = max(map(len, out.values()), default=0)
+    whole = [_over_parts(plan, {rank: found[step] for rank, found in out.items()}) for step in range(steps)]
+    return {rank: [found[rank] for found in whole] for rank in out}
+
+
+def _over_parts(plan: Plan, found: Mapping[int, _Tensors]) -> dict[int, _Tensors]:
+    """Return tensors by rank, with those put together of which devices that share chunks have parts."""
+    layouts = {p.name: p.layout for p in plan.params if p.layout}
+    if not layouts:
+        return dict(found)
+    out = {}
+    for rank, tensors in found.items():
+        parts = {n: {r: t[n] for r, t in found.items() if n in t} for n in tensors if n in layouts}
+        out[rank] = tensors | {n: whole_of(of, layouts[n], plan.mesh, rank) for n, of in parts.items()}
     return out
 
 

@@ -44,15 +44,17 @@ class ShippedCode:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunction:
+def load_step(code: StepSource, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None) -> StepFunction:
     """Return the function that a StepSource describes, for tensors on `device`; its source shows in tracebacks.
+
+    `given` are further globals that the code reads.
 
     Raises FormatError when there is no function `step`, or when it calls an operator that is not registered in this
     process.
     """
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device), **(given or {})}
     namespace |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()}
     try:
         exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
@@ -74,8 +76,8 @@ def missing_operators(code: ExportedCode) -> set[str]:
 class LoadedSteps:
     """Load the functions of a code store, each once, on first use."""
 
-    def __init__(self, code: ExportedCode, device: str | torch.device = "cpu") -> None:
-        self._code, self._device = code, device
+    def __init__(self, code: ExportedCode, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None) -> None:
+        self._code, self._device, self._given = code, device, given
         self._loaded: dict[tuple[str, str], StepFunction] = {}
 
     def __call__(self, code_id: str, step: str) -> StepFunction:
@@ -86,7 +88,7 @@ class LoadedSteps:
                 code = self._code[code_id][step]
             except KeyError:
                 raise FormatError(f"the code store has no step {step} of code {code_id!r}; was it made for this plan?") from None
-            self._loaded[key] = load_step(code, self._device)
+            self._loaded[key] = load_step(code, self._device, self._given)
         return self._loaded[key]
 
 

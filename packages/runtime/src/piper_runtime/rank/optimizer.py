@@ -254,7 +254,7 @@ class RankOptimizer:
         self._store = store
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
-        named = meta_parameters(plan.params, dtype)
+        named = meta_parameters(plan.whole_params, dtype)
         optimizer = call_optimizer(function, named)
         problem = _fused_problem(optimizer, dtype, store.device)
         if problem and store.device != CPU:  # of the CPU it was said when the plan was made

@@ -175,8 +175,7 @@ def _add(part: Part, rank: RankState) -> Thunk:
 
 def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
-    first = not rank.plan.mesh.index_along(op.over, rank.rank)
-    flats = [rank.store.own_grads[b] for b in op.buckets if first or b not in op.once]
+    flats = [rank.store.own_grads[b] for b in op.buckets if b not in op.once or _counts(b, op, rank)]
     norm = torch.empty((), dtype=dtype, device=device)  # made once, since a step counts the result alone
 
     def squared_norm() -> None:
@@ -187,6 +186,13 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
         values[target] = total
 
     return squared_norm
+
+
+def _counts(bucket: str, op: SquaredNorm, rank: RankState) -> bool:
+    """Return whether a rank is the first of those that have the same of a bucket."""
+    found = rank.plan.bucket(bucket)
+    alike = [a for a in op.over if a not in (*found.shard.optim, *found.parts)]
+    return not rank.plan.mesh.index_along(alike, rank.rank)
 
 
 def _fresh(part: Part, rank: RankState) -> Thunk:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from piper_ir.errors import NonFiniteLossError
+from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.ops import Collective, Fresh
 from piper_ir.plan import Category, Plan
 from piper_ir.sizes import bind
 from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
+from piper_runtime.rank.layouts import own_parts
 from piper_runtime.rank.job import Batch, NamedParameters
 from piper_runtime.rank.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.rng import rng_places
@@ -33,8 +34,16 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 """A function called in Update before the optimizer's step with the rank, the buckets and the gradients' scale."""
 
 
+Exchange = Callable[[str, str, torch.Tensor], torch.Tensor]
+"""A function that runs a collective of a kind with the devices along an axis: it takes a tensor and returns the result."""
+
+
 def _nothing() -> None:
     pass
+
+
+def _no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+    raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,8 @@ class PlaceInBucket:
 class RankState:
     """Hold one rank of a plan with its states, before its program is bound.
 
-    An Update calls `before_update` before it writes parameters and optimizer state. `restored` says that the state is
+    `exchange` is set by the engine that runs the rank; `counts` says that the rank is the first of those that share its
+    chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer state. `restored` says that the state is
     that of a checkpoint, and not of the job.
     """
 
@@ -88,10 +98,18 @@ class RankState:
         self.before_update: Callable[[], None] = _nothing
         self.restored = False
         with torch.no_grad():
-            self.store = Store(plan, rank, params, buffers, device)
+            self.store = Store(plan, rank, own_parts(plan, rank, params), buffers, device)
             self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
         self.feed = Feed(plan, rank, job.batch, device)
-        self.steps = LoadedSteps(code, device)
+        self.counts = not plan.mesh.index_along(plan.shared, rank)
+        self.exchange: Exchange = _no_exchange
+        self.steps = LoadedSteps(code, device, self._globals())
+
+    def _globals(self) -> dict[str, Any]:
+        """Return what code reads that differs between the devices that share a chunk."""
+        mesh = self.plan.mesh
+        place = {axis: mesh.index_along((axis,), self.rank) for axis in self.plan.shared}
+        return {"PLACE": place, "EXCHANGE": lambda kind, axis, given: self.exchange(kind, axis, given)}
 
     def record(self, kind: str, mb: int, value: float) -> None:
         """Keep a microbatch's loss or weight; raise NonFiniteLossError when it is NaN or infinite."""
@@ -99,7 +117,8 @@ class RankState:
             raise NonFiniteLossError(
                 f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
             )
-        self.scalars[kind][mb] = value
+        if self.counts:
+            self.scalars[kind][mb] = value
 
     @cached_property
     def stands_for(self) -> dict[str, tuple[Category, str]]:

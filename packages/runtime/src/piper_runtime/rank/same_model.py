@@ -55,7 +55,7 @@ def _as_made(plan: Plan) -> dict[str, TensorSpec]:
     """Return the specs of parameters as a job makes them: in the dtype of the update, which is one for all."""
     dtype = next((b.dtype for b in plan.buckets), "")
     floats = {p.name for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point}
-    return {p.name: replace(p.spec, dtype=dtype) if dtype and p.name in floats else p.spec for p in plan.params}
+    return {p.name: replace(p.spec, dtype=dtype) if dtype and p.name in floats else p.spec for p in plan.whole_params}
 
 
 def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, TensorForm]) -> Iterator[str]:

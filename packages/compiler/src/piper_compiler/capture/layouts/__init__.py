@@ -1,11 +1,22 @@
-"""Find the loops that run through a joint graph, so that a device may compute its part of them.
+"""Find the loops that run through a joint graph, and let the devices of an axis share them.
 
-`loops` says what an op tells of itself, the modules `rules_*` tell it for each op, and `indexes` puts the ops of a
-graph together.
+`loops` says what an op tells of itself, the modules `rules_*` tell it for each op, and `indexes` puts the ops of a graph
+together. `choice` takes the indexes that an axis shares, `decide` says of each op what it is computed in parts of, and
+`local` rewrites the graph into that of one device.
 """
 
-from piper_compiler.capture.layouts.indexes import Index, Indexed, indexed
-from piper_compiler.capture.layouts.loops import At, Inner, Loops, OpCall, place_of
-from piper_compiler.capture.layouts.rules import known, loops_of
+from collections.abc import Sequence
 
-__all__ = ["At", "Index", "Indexed", "Inner", "Loops", "OpCall", "indexed", "known", "loops_of", "place_of"]
+from piper_compiler.capture.layouts.choice import share
+from piper_compiler.capture.layouts.local import Sharded, sharded
+from piper_compiler.capture.stepgraph import Joint
+from piper_ir.layout import Sharding
+
+__all__ = ["Sharded", "shared_joint"]
+
+
+def shared_joint(joint: Joint, shardings: Sequence[Sharding]) -> Sharded:
+    """Return the graph of one of the devices that share a chunk."""
+    (only,) = shardings
+    found = share(joint, only.over, only.degree, stream=only.stream == "tokens")
+    return sharded(found.joint, found.indexes, found.axes, keep=only.keep)

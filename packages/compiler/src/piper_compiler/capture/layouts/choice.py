@@ -156,9 +156,7 @@ class _Place:
 
 def _places(indexes: Indexed, nest: Nested, degrees: Sequence[int]) -> Iterator[_Place]:
     """Yield where each part of the axis cuts the nest."""
-    key, dim = next(
-        (k, d) for k, dims in indexes.tensors.items() for d, inside in enumerate(dims) if _has(inside, nest)
-    )
+    key, dim = next((k, d) for k, dims in indexes.tensors.items() for d, inside in enumerate(dims) if _has(inside, nest))
     inside = indexes.tensors[key][dim]
     start = inside.index(nest[0])
     left = prod(i.size for i in inside[start:])

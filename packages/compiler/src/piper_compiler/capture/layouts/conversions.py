@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from piper_compiler.capture import aliasing
+from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis
-from piper_compiler.capture.layouts.emit import Coordinate, Emitter
+from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index
 from piper_ops import collectives
 
@@ -30,17 +31,17 @@ def convert(
     others = {how for k, how in enumerate(before) if k != number and isinstance(how, Index)}
     match now, then:
         case Index(), None:
-            return _gather(emit, source, _place(dims, now, others), axis)
+            return _gather(emit, source, place_in(dims, now, others), axis)
         case None, Index():
-            return _own(emit, source, _place(dims, then, others), axis)
+            return _own(emit, source, place_in(dims, then, others), axis)
         case _, None if now is SUM:
             return emit.call(collectives.all_reduce, source, axis.name, axis.degree)
         case _, Index() if now is SUM:
-            return _scatter(emit, source, _place(dims, then, others), axis)
+            return _scatter(emit, source, place_in(dims, then, others), axis)
         case Index(), Index():
-            return _exchange(emit, source, _place(dims, now, others), _place(dims, then, others), axis)
+            return _exchange(emit, source, place_in(dims, now, others), place_in(dims, then, others), axis)
         case Index(), _:
-            return _spread(emit, source, _place(dims, now, others), axis)
+            return _spread(emit, source, place_in(dims, now, others), axis)
     raise AssertionError(f"from {now} to {then}")
 
 
@@ -48,7 +49,8 @@ Place = tuple[int, int]
 """A dimension, and the steps of the factors outside of an index there, on one device of the other axes."""
 
 
-def _place(dims: Dims, index: Index, others: set[Index]) -> Place:
+def place_in(dims: Dims, index: Index, others: set[Index]) -> Place:
+    """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)
 

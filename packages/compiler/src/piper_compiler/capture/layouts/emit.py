@@ -16,20 +16,6 @@ KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
 """The keys of a node's meta that say where it comes from."""
 
 
-class Coordinate(int):
-    """Stand for a device's place along an axis; as a number it is the first place."""
-
-    axis: str
-
-    def __new__(cls, axis: str) -> Coordinate:
-        made = super().__new__(cls, 0)
-        made.axis = axis
-        return made
-
-    def __repr__(self) -> str:
-        return f"Coordinate({self.axis!r})"
-
-
 class Emitter:
     """Build a graph node by node."""
 

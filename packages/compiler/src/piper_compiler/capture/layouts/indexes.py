@@ -255,9 +255,7 @@ def _cuts(
         tangled |= found
 
 
-def _spread(
-    sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]], given: Mapping[int, set[int]]
-) -> list[set[int]]:
+def _spread(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]], given: Mapping[int, set[int]]) -> list[set[int]]:
     """Return the cuts of each dimension after they have gone through all links."""
     cuts: list[set[int]] = [set(given.get(d, ())) for d in range(len(sizes))]
     of_dim: dict[int, list[int]] = {}

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
-from piper_compiler.capture.layouts.conversions import convert
+from piper_compiler.capture.layouts.conversions import convert, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
+from piper_ir.layout import DimPart, Layout
 
 Lying = tuple[Along, ...]
 """How a tensor lies along each axis."""
@@ -34,13 +35,32 @@ class Sharded:
         inputs: for each input of the chunk, how it lies along each axis.
         outputs: likewise for each output, and so its gradient.
         grads: input -> how its gradient lies. A parameter's may be a sum, which its bucket adds up.
-        whole: the ops that every device of an axis computes whole, by axis.
+        axes: the axes.
+        dims: for each input, for each dimension, its indexes.
     """
 
     joint: Joint
     inputs: tuple[Lying, ...]
     outputs: tuple[Lying, ...]
     grads: Mapping[int, Lying]
+    axes: tuple[Axis, ...]
+    dims: tuple[tuple[tuple[Index, ...], ...], ...]
+
+    def layout_of(self, number: int) -> Layout:
+        """Return how an input is taken apart."""
+        done: set[Index] = set()
+        found = []
+        for how, axis in zip(self.inputs[number], self.axes, strict=True):
+            if isinstance(how, Index):
+                dim, outer = place_in(self.dims[number], how, done)
+                found.append(DimPart(axis.name, dim, outer))
+                done.add(how)
+        return tuple(found)
+
+    def summed(self, number: int) -> tuple[str, ...]:
+        """Return the axes along which the gradient of an input is a sum of what the devices make."""
+        lying = self.grads.get(number, ())
+        return tuple(axis.name for how, axis in zip(lying, self.axes, strict=False) if how is SUM)
 
 
 def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False) -> Sharded:
@@ -54,9 +74,7 @@ def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool 
 
 
 class _Builder:
-    def __init__(
-        self, joint: Joint, indexes: Indexed, axes: Sequence[Axis], decisions: Sequence[Decision], keep: bool
-    ) -> None:
+    def __init__(self, joint: Joint, indexes: Indexed, axes: Sequence[Axis], decisions: Sequence[Decision], keep: bool) -> None:
         self._joint, self._indexes, self._axes, self._decisions = joint, indexes, axes, decisions
         mode = joint.inputs[0].meta["val"].fake_mode
         self._emit = Emitter(fx.Graph(), mode)
@@ -91,7 +109,9 @@ class _Builder:
         )
         inputs = tuple(self._lying((n, 0)) for n in joint.inputs)
         outputs = tuple(self._wanted_result(n) for n in joint.outputs)
-        return Sharded(found, inputs, outputs, {k: self._wanted_result(n) for k, n in joint.grads.items()})
+        grads = {k: self._wanted_result(n) for k, n in joint.grads.items()}
+        dims = tuple(self._indexes.tensors.get((n, 0), ()) for n in joint.inputs)
+        return Sharded(found, inputs, outputs, grads, tuple(self._axes), dims)
 
     def _made(self, node: fx.Node) -> fx.Node:
         return self._at[(node, 0), self._lying((node, 0)), False]
@@ -109,7 +129,9 @@ class _Builder:
             self._at[(node, 0), (None,) * len(self._axes), False] = self._emit.input(node, value)
             return
         key = (node, 0)
-        self._at[key, self._lying(key), False] = self._emit.input(node, self._emit.empty(self._shape(key, value.shape), value.dtype))
+        self._at[key, self._lying(key), False] = self._emit.input(
+            node, self._emit.empty(self._shape(key, value.shape), value.dtype)
+        )
 
     def _shape(self, key: TensorKey, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a device's part of a tensor, as it is made."""

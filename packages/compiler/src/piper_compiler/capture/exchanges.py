@@ -1,0 +1,38 @@
+"""Find the collectives inside of a step, and write them as code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from piper_compiler.capture import aliasing
+from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.stepgraph import StepGraph
+from piper_ir.layout import StepCollective
+from piper_ops import collectives
+
+KINDS: dict[Any, str] = {
+    collectives.all_reduce: "all_reduce",
+    collectives.all_gather: "all_gather",
+    collectives.reduce_scatter: "reduce_scatter",
+    collectives.all_to_all: "all_to_all",
+}
+"""The ops that stand for collectives, each with its kind."""
+
+
+def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
+    """Return the collectives of a step in their order, with the bytes of the whole tensor."""
+    return tuple(_described(n) for n in graph.graph.nodes if n.target in KINDS)
+
+
+def _described(node: fx.Node) -> StepCollective:
+    given, axis = node.args[0], node.args[1]
+    assert isinstance(given, fx.Node) and isinstance(axis, str)
+    whole = node if KINDS[node.target] == "all_gather" else given
+    return StepCollective(KINDS[node.target], axis, aliasing.tensor(whole).nbytes, str(node.meta.get("exchange_for", "")))
+
+
+def call(op: OpOverload, source: str, axis: object) -> str:
+    """Return the text of a collective: a call of what the engine gives the code as EXCHANGE."""
+    return f"EXCHANGE({KINDS[op]!r}, {axis!r}, {source})"

@@ -1,0 +1,89 @@
+"""Say how tensors lie on the devices of an axis that share the work of a chunk.
+
+The shapes in a program are those of one device. Along each axis a tensor is a part of the whole one (`DimPart`), or a term
+of a sum, or equal on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from piper_ir.mesh import Mesh
+from piper_ir.sizes import Dim, bind
+
+
+@dataclass(frozen=True, slots=True)
+class DimPart:
+    """Say that a device has a part of a tensor along an axis.
+
+    The dimension is [outer, n, rest] over all n devices of the axis, and the device at place k has [outer, k, rest]. So
+    outer is 1 where the parts are blocks one behind the other, and 3 for the heads of a weight that makes queries, keys
+    and values at once.
+
+    Attributes:
+        axis: the mesh axis.
+        dim: the dimension of the tensor.
+        outer: steps of what stands outside in that dimension.
+    """
+
+    axis: str
+    dim: int
+    outer: int = 1
+
+
+Layout = tuple[DimPart, ...]
+"""How a tensor is taken apart, one axis after the other: each entry applies to what the ones before it have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Ask that the devices of an axis share the work of a model.
+
+    Attributes:
+        over: the mesh axis.
+        degree: the number of its devices.
+        index: names of the indexes that they share; all that can be shared where none is named.
+        stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
+        keep: whether what the forward gathers is kept for the backward, and not gathered again.
+    """
+
+    over: str
+    degree: int
+    index: tuple[str, ...] = ()
+    stream: str = ""
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepCollective:
+    """Describe a collective that the devices of an axis run inside of a step.
+
+    Attributes:
+        kind: a kind of `piper_ir.collectives`.
+        axis: the mesh axis.
+        nbytes: the bytes of the whole tensor, as `piper_ir.collectives` counts a message.
+        why: the op that asks for it, with the user's line where it is known.
+    """
+
+    kind: str
+    axis: str
+    nbytes: Dim
+    why: str = ""
+
+    def bind(self, rows: int) -> StepCollective:
+        """Return the collective at a number of rows."""
+        return StepCollective(self.kind, self.axis, bind(self.nbytes, rows), self.why)
+
+
+def whole_shape(shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]) -> tuple[Dim, ...]:
+    """Return the shape of a tensor over all devices, given that of one device's part."""
+    sizes = list(shape)
+    for part in layout:
+        sizes[part.dim] = sizes[part.dim] * degrees[part.axis]
+    return tuple(sizes)
+
+
+def places(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[DimPart, int, int], ...]:
+    """Return the entries of a layout, each with the number of devices and the rank's place among them."""
+    return tuple((part, mesh.size(part.axis), mesh.index_along((part.axis,), rank)) for part in layout)

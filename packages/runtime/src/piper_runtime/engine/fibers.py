@@ -1,0 +1,90 @@
+"""Let work wait in its middle for others of the same process, while they run: only one of them runs at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Ask for a collective with the devices along an axis."""
+
+    kind: str
+    axis: str
+    given: torch.Tensor
+
+
+class _Cancelled(BaseException):
+    """End work whose request nobody will answer any more."""
+
+
+class Fiber:
+    """Run work in a thread of its own, up to its end or to its next request.
+
+    Whoever calls `start` or `answer` waits meanwhile. The default generator of random numbers is as the work left it
+    when it goes on, whatever others have drawn.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.request: Request | None = None
+        self.done = False
+        self._work = work
+        self._result: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="piper fiber", daemon=True)
+
+    def start(self) -> None:
+        """Run the work up to its end or first request; raise what it raises."""
+        self._thread.start()
+        self._wait()
+
+    def answer(self, result: torch.Tensor) -> None:
+        """Let the work go on with the result of its request."""
+        self._result, self.request = result, None
+        self._go.release()
+        self._wait()
+
+    def cancel(self) -> None:
+        """End the work at its request."""
+        if not self.done:
+            self._cancelled = True
+            self._go.release()
+            self._thread.join()
+
+    def exchange(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+        """Wait for a collective; the work calls it."""
+        drawn = torch.random.get_rng_state()
+        self.request = Request(kind, axis, given)
+        del given
+        self._back.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise _Cancelled
+        torch.random.set_rng_state(drawn)
+        result, self._result = self._result, None
+        assert result is not None
+        return result
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # grad mode is per thread
+        try:
+            self._work()
+        except _Cancelled:
+            return
+        except BaseException as e:  # raised by whoever waits
+            self._error = e
+        self.done = True
+        self._back.release()
+
+    def _wait(self) -> None:
+        self._back.acquire()
+        if self.done:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
