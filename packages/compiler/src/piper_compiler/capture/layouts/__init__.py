@@ -6,17 +6,32 @@ together. `choice` takes the indexes that an axis shares, `decide` says of each 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from piper_compiler.capture.layouts.choice import share
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
-__all__ = ["Sharded", "shared_joint"]
+__all__ = ["Agreed", "Sharded", "shared_joint"]
 
 
-def shared_joint(joint: Joint, shardings: Sequence[Sharding]) -> Sharded:
+@dataclass(frozen=True)
+class Agreed:
+    """Say what other chunks want of the inputs of one, because they have the same parameters.
+
+    Attributes:
+        whole: the inputs that stay whole.
+        terms: the inputs whose gradients are terms of a sum, also where a device could make all of one.
+    """
+
+    whole: frozenset[int] = frozenset()
+    terms: frozenset[int] = frozenset()
+
+
+def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed()) -> Sharded:
     """Return the graph of one of the devices that share a chunk."""
     (only,) = shardings
-    found = share(joint, only.over, only.degree, stream=only.stream == "tokens")
-    return sharded(found.joint, found.indexes, found.axes, keep=only.keep)
+    found = share(joint, only.over, only.degree, stream=only.stream == "tokens", kept=agreed.whole)
+    made = sharded(found.joint, found.indexes, found.axes, keep=only.keep, terms=agreed.terms)
+    return replace(made, unshared=found.unshared)

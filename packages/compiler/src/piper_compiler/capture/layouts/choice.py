@@ -8,7 +8,7 @@ axis is split into one for the heads and one for the groups, and all other index
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
@@ -28,18 +28,33 @@ TOKENS = 1
 
 
 @dataclass(frozen=True)
+class Unshared:
+    """Say that devices do not share a dimension of a parameter, of `size` elements, and why."""
+
+    input: int
+    dim: int
+    size: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Shared:
-    """Hold a chunk, its indexes, cut for the axes, and these axes."""
+    """Hold a chunk, its indexes, cut for the axes, these axes, and what they could share if its size were another."""
 
     joint: Joint
     indexes: Indexed
     axes: tuple[Axis, ...]
+    unshared: tuple[Unshared, ...] = ()
 
 
-def shareable(joint: Joint, indexes: Indexed) -> tuple[Nested, ...]:
-    """Return the indexes that devices can share, those next to each other in a parameter together."""
+def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tuple[Nested, ...]:
+    """Return the indexes that devices can share, those next to each other in a parameter together.
+
+    The inputs `kept` are to stay whole.
+    """
     crossing = _in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
+    whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
     found: dict[Index, Nested] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] != "param":
@@ -67,10 +82,13 @@ def _crossing(joint: Joint) -> Iterator[fx.Node]:
     yield from joint.outputs
 
 
-def share(joint: Joint, name: str, degree: int, *, stream: bool) -> Shared:
-    """Return the chunk's indexes for an axis; raise DirectiveError where nothing can be shared evenly."""
+def share(joint: Joint, name: str, degree: int, *, stream: bool, kept: Collection[int] = ()) -> Shared:
+    """Return the chunk's indexes for an axis; the inputs `kept` are to stay whole.
+
+    Raises DirectiveError where the tokens cannot be shared evenly.
+    """
     joint, first = _unfused(joint)
-    nests = [n for n in shareable(joint, first)]
+    nests = shareable(joint, first, kept)
     fitting = [n for n in nests if steps_of(n, degree) is not None]
     tokens = list(_tokens(joint, first)) if stream else []
     for nest in tokens:
@@ -87,7 +105,8 @@ def share(joint: Joint, name: str, degree: int, *, stream: bool) -> Shared:
         weights = frozenset(_found(cut, nest[number]) for nest in places[: len(fitting)])
         along = frozenset(_found(cut, nest[number]) for nest in places[len(fitting) :])
         axes.append(Axis(name if len(degrees) == 1 else f"{name}.{number}", size, weights, along))
-    return Shared(joint, cut, tuple(axes))
+    unshared = tuple(u for n in nests if n not in fitting for u in _unshared(joint, first, n, degree))
+    return Shared(joint, cut, tuple(axes), unshared)
 
 
 def _unfused(joint: Joint) -> tuple[Joint, Indexed]:
@@ -178,6 +197,14 @@ def _found(indexes: Indexed, place: _Place) -> Index:
     raise AssertionError(f"no index at {place}")
 
 
-def unshared(nests: Mapping[str, Nested], degree: int) -> tuple[str, ...]:
-    """Return the names of the nests that `degree` devices cannot share evenly."""
-    return tuple(name for name, nest in nests.items() if steps_of(nest, degree) is None)
+def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
+    """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
+    size = prod(i.size for i in nest)
+    others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
+    nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
+    instead = f"; {nearest} can" if nearest else ""
+    for k, node in enumerate(joint.inputs):
+        for dim, inside in enumerate(indexes.tensors.get((node, 0), ())):
+            if joint.kinds[k] == "param" and _has(inside, nest):
+                whole = prod(i.size for i in inside)
+                yield Unshared(k, dim, whole, f"{degree} devices cannot share {size} evenly{instead}")

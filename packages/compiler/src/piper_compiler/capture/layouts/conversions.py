@@ -42,6 +42,8 @@ def convert(
             return _exchange(emit, source, place_in(dims, now, others), place_in(dims, then, others), axis)
         case Index(), _:
             return _spread(emit, source, place_in(dims, now, others), axis)
+        case None, _ if then is SUM:
+            return _first(emit, source, axis)
     raise AssertionError(f"from {now} to {then}")
 
 
@@ -90,6 +92,12 @@ def _spread(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node
     part = _viewed(emit, source, [*shape[:dim], outer, rest, *shape[dim + 1 :]])
     placed = emit.call(aten.select_scatter.default, zeros, part, dim + 1, Coordinate(axis.name))
     return _viewed(emit, placed, [*shape[:dim], shape[dim] * axis.degree, *shape[dim + 1 :]])
+
+
+def _first(emit: Emitter, source: fx.Node, axis: Axis) -> fx.Node:
+    """Make a tensor that all devices have a term of the first one, with zeros on the others."""
+    place = emit.call(aten.full.default, [], Coordinate(axis.name), dtype=torch.int64, device=aliasing.tensor(source).device)
+    return emit.call(aten.where.ScalarOther, emit.call(aten.eq.Scalar, place, 0), source, 0)
 
 
 def _stacked(emit: Emitter, source: fx.Node, place: Place, degree: int) -> fx.Node:

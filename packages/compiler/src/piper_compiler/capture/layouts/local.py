@@ -7,18 +7,20 @@ device's place along an axis, which generated code reads as a global.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
+from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.conversions import convert, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
+from piper_compiler.capture.layouts.loops import Place, Rewrite
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import DimPart, Layout
@@ -37,6 +39,7 @@ class Sharded:
         grads: input -> how its gradient lies. A parameter's may be a sum, which its bucket adds up.
         axes: the axes.
         dims: for each input, for each dimension, its indexes.
+        unshared: the dimensions of parameters that devices would share if their sizes were others.
     """
 
     joint: Joint
@@ -45,6 +48,7 @@ class Sharded:
     grads: Mapping[int, Lying]
     axes: tuple[Axis, ...]
     dims: tuple[tuple[tuple[Index, ...], ...], ...]
+    unshared: tuple[Unshared, ...] = ()
 
     def layout_of(self, number: int) -> Layout:
         """Return how an input is taken apart."""
@@ -63,12 +67,13 @@ class Sharded:
         return tuple(axis.name for how, axis in zip(lying, self.axes, strict=False) if how is SUM)
 
 
-def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False) -> Sharded:
+def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False, terms: Collection[int] = ()) -> Sharded:
     """Return the graph that each device of `axes` runs.
 
-    With `keep`, what the forward has gathered is kept for the backward, else it is gathered again.
+    With `keep`, what the forward has gathered is kept for the backward, else it is gathered again. The gradients of the
+    inputs `terms` are terms of sums.
     """
-    decisions = [decided(joint, indexes, axis) for axis in axes]
+    decisions = [decided(joint, indexes, axis, terms) for axis in axes]
     builder = _Builder(joint, indexes, axes, decisions, keep)
     return builder.build()
 
@@ -145,13 +150,35 @@ class _Builder:
         shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
         changed = op.loops.localize(op.call, shapes)
         named = {name: _with_nodes(value, nodes) for name, value in _arguments(node).items()} | dict(changed)
+        for k, made in enumerate(self._rewritten(node, op, named) or self._emitted(node, op, named)):
+            if made is not None:
+                self._at[(node, k), self._lying((node, k)), False] = made
+
+    def _emitted(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> list[fx.Node | None]:
+        """Add an op, and return the nodes of those of its results that are used."""
         made = self._emit.op(node, op.call.op, named)
-        if isinstance(node.meta["val"], list | tuple):
-            items = [u for u in node.users if u.target is operator.getitem]
-            for k in sorted({int(u.args[1]) for u in items}):  # type: ignore[arg-type]  # getitem: (source, index)
-                self._at[(node, k), self._lying((node, k)), False] = self._emit.item(made, k)
-        else:
-            self._at[(node, 0), self._lying((node, 0)), False] = made
+        if not isinstance(node.meta["val"], list | tuple):
+            return [made]
+        used = {u.args[1] for u in node.users if u.target is operator.getitem}
+        return [self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))]
+
+    def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
+        """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
+        places: list[Place] = []
+        done: set[Index] = set()
+        rewrites: list[Rewrite] = []
+        for axis, decision in zip(self._axes, self._decisions, strict=True):
+            index = decision.rewritten.get(node)
+            if index is not None:
+                inside = op.dim(op.rewritten[index])
+                rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
+                places.append(Place(axis.name, axis.degree, rest))
+                rewrites.append(op.loops.rewrites[op.rewritten[index]])
+                done.add(index)
+        if not places:
+            return ()
+        with self._emit.like(node, node in self._backward):
+            return rewrites[0].emit(self._emit, named, places)
 
     def _result(self, node: fx.Node) -> fx.Node:
         return self._find(key_of(node), self._wanted_result(node), node in self._backward, node)

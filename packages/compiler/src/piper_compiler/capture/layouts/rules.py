@@ -10,7 +10,14 @@ from collections.abc import Callable
 import torch
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts import rules_attention, rules_indexing, rules_products, rules_reductions, rules_views
+from piper_compiler.capture.layouts import (
+    rules_attention,
+    rules_indexing,
+    rules_products,
+    rules_reductions,
+    rules_views,
+    rules_vocabulary,
+)
 from piper_compiler.capture.layouts.loops import Loops, OpCall
 from piper_compiler.capture.layouts.rules_elementwise import elementwise
 
@@ -22,6 +29,7 @@ RULES: dict[OpOverload, Rule] = {
     **rules_reductions.RULES,
     **rules_indexing.RULES,
     **rules_attention.RULES,
+    **rules_vocabulary.RULES,
 }
 """The rules by op, without those of element-wise ops."""
 
