@@ -17,7 +17,7 @@ from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
-from piper_compiler.capture.layouts import Sharded, shared_joint
+from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
@@ -39,6 +39,8 @@ class TraceSpec:
         keep: the policy of recomputation.
         reduce: the dtype of gradient accumulators; None for that of their parameters.
         shardings: how devices share its work.
+        base: the code of which it is a form for devices that share it; "" where they do not.
+        agreed: what these devices want of its parameters because other chunks have them, too.
     """
 
     cut: Cut
@@ -49,25 +51,17 @@ class TraceSpec:
     keep: str = KEEP_ALL
     reduce: torch.dtype | None = None
     shardings: tuple[Sharding, ...] = ()
+    base: str = ""
+    agreed: Agreed = field(default_factory=Agreed)
 
-    def trace(self, rows: int) -> TracedChunk:
-        """Return the chunk's steps."""
-        if not self.piece.opaque:
-            return cut_chunk(self.joint(rows), self.keep)
+    def opaque(self, rows: int) -> TracedChunk:
+        """Return the steps of an opaque piece."""
         module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
         return trace_opaque(module, self._inputs(rows), self.tangent_mask, random=random, keep=self.keep, reduce=self.reduce)
 
     def joint(self, rows: int) -> Joint:
-        """Return the graph of forward and backward, which is the same under any policy, as one device runs it."""
-        return self.sharded(rows).joint if self.shardings else self.whole(rows)
-
-    def whole(self, rows: int) -> Joint:
-        """Return the graph of forward and backward on one device alone."""
+        """Return the graph of forward and backward on one device alone, which is the same under any policy."""
         return trace_joint(self.cut.module(self.piece, rows), self._inputs(rows), self.tangent_mask, self.reduce)
-
-    def sharded(self, rows: int) -> Sharded:
-        """Return the graph of one of the devices that share the chunk."""
-        return shared_joint(self.whole(rows), self.shardings)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
@@ -94,6 +88,7 @@ class CodeStore:
         self._recipes: dict[str, TraceSpec] = {}
         self._traced: dict[tuple[str, int], TracedChunk] = {}
         self._joints: dict[tuple[str, int], Joint] = {}
+        self._sharded: dict[tuple[str, int], Sharded] = {}
         self._expected: dict[str, Chunk] = {}
 
     def add(self, code: str, recipe: TraceSpec) -> None:
@@ -105,15 +100,28 @@ class CodeStore:
         self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
         return made
 
-    def shared(self, code: str, asked: tuple[Sharding, ...]) -> str:
+    def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed) -> str:
         """Return the code id of a code for devices that share its work."""
-        made = hashlib.sha256(f"{code} {asked!r}".encode()).hexdigest()[:16]
-        self._recipes.setdefault(made, replace(self._recipes[code], shardings=asked))
+        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], shardings=asked, base=code, agreed=agreed))
         return made
 
     def layouts(self, code: str, rows: int) -> Sharded:
-        """Return how the tensors of a shared code lie."""
-        return self._recipes[code].sharded(rows)
+        """Return the graph of one of the devices that share a code, and how its tensors lie."""
+        found = self._sharded.get((code, rows))
+        if found is None:
+            recipe = self._recipes[code]
+            found = self._sharded[code, rows] = shared_joint(self._joint(recipe.base, rows), recipe.shardings, recipe.agreed)
+        return found
+
+    def _joint(self, code: str, rows: int) -> Joint:
+        """Return the graph of forward and backward, which policies and devices that share it have in common."""
+        recipe = self._recipes[code]
+        if recipe.shardings:
+            return self.layouts(code, rows).joint
+        if (code, rows) not in self._joints:
+            self._joints[code, rows] = recipe.joint(rows)
+        return self._joints[code, rows]
 
     def expect(self, code: str, chunk: Chunk) -> None:
         """Record the ports and steps of this code at two rows and more, affine in rows, as the program has them."""
@@ -138,12 +146,9 @@ class CodeStore:
         return found
 
     def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
-        if recipe.keep == KEEP_ALL or recipe.piece.opaque:
-            return recipe.trace(rows)
-        key = code.removesuffix(variant_name("", recipe.keep)), rows
-        if key not in self._joints:  # which the policies share
-            self._joints[key] = recipe.joint(rows)
-        return cut_chunk(self._joints[key], recipe.keep)
+        if recipe.piece.opaque:
+            return recipe.opaque(rows)
+        return cut_chunk(self._joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
@@ -186,6 +191,8 @@ class Captured:
         remarks: chunk -> what a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
         shared: the same capture for devices that share its chunks, likewise.
+        unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
+            to share it.
     """
 
     program: Program
@@ -195,6 +202,7 @@ class Captured:
     remarks: Mapping[str, str] = field(default_factory=dict)
     under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
     shared: dict[tuple[Sharding, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
+    unshared: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import Captured
 from piper_compiler.capture.joint import TracedChunk
-from piper_compiler.capture.layouts import Sharded
+from piper_compiler.capture.layouts import Agreed, Sharded
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_compiler.capture.ties import Ties
 from piper_ir.errors import CaptureError, DirectiveError
-from piper_ir.layout import Layout, Sharding
+from piper_ir.layout import Sharding
 from piper_ir.program import Chunk, Param
 
 
@@ -29,42 +30,40 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
     return found
 
 
-@dataclass(frozen=True)
-class _Body:
-    chunk: Chunk
-    layouts: Sharded
-
-
 class _Shared:
     def __init__(self, captured: Captured, asked: tuple[Sharding, ...]) -> None:
         self._captured, self._asked = captured, asked
-        self._bodies: dict[str, _Body] = {}
+        self._bodies: dict[str, Chunk] = {}
+        self._ties = Ties(captured.program, self._layouts)
 
     def captured(self) -> Captured:
         program = self._captured.program
+        for chunk in program.chunks:
+            _refuse_opaque(chunk)
+        self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
-        params = self._params(program.params)
+        params = self._params(program.params, chunks)
         axes = tuple((s.over, s.degree) for s in self._asked)
         made = replace(program, chunks=chunks, params=params, axes=axes, variants=())
-        return replace(self._captured, program=made, under={}, shared={})
+        return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
+
+    def _code(self, chunk: Chunk, agreed: Agreed) -> str:
+        return self._captured.code.shared(chunk.code, self._asked, agreed)
+
+    def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded:
+        return self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
 
     def _chunk(self, chunk: Chunk) -> Chunk:
-        body = self._bodies.get(chunk.code)
+        code = self._code(chunk, self._ties.agreed(chunk))
+        body = self._bodies.get(code)
         if body is None:
-            body = self._bodies[chunk.code] = self._body(chunk)
-        inputs = tuple(replace(i, spec=body.chunk.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
-        outputs = tuple(replace(o, spec=body.chunk.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
-        made = body.chunk
-        return replace(chunk, inputs=inputs, outputs=outputs, ports=made.ports, steps=made.steps, code=made.code)
+            body = self._bodies[code] = self._body(chunk, code)
+        inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
+        outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
+        return replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code)
 
-    def _body(self, chunk: Chunk) -> _Body:
-        if chunk.opaque:
-            raise DirectiveError(
-                f"chunk {chunk.id!r} has an opaque region, which autograd runs as it is: devices cannot share its work; "
-                "leave the region out (piper.tag without opaque=True), or train without shard"
-            )
+    def _body(self, chunk: Chunk, code: str) -> Chunk:
         store = self._captured.code
-        code = store.shared(chunk.code, self._asked)
         problem: CaptureError | None = None
         for rows in TRACE_ROWS:
             traces: Mapping[int, TracedChunk] = {r: store.trace(code, r) for r in rows}
@@ -75,45 +74,23 @@ class _Shared:
                 problem = problem or explain(error, chunk.id, traces)
                 continue
             store.expect(code, made)
-            return _Body(made, store.layouts(code, rows[0]))
+            return made
         assert problem is not None
         raise problem
 
-    def _params(self, params: Sequence[Param]) -> tuple[Param, ...]:
-        """Return the parameters as a device has them; raise DirectiveError where two chunks want them otherwise."""
-        program = self._captured.program
-        layouts: dict[str, tuple[Layout, str]] = {}
-        summed: dict[str, tuple[tuple[str, ...], str]] = {}
-        for chunk in program.chunks:
-            body = self._bodies[chunk.code]
-            for k, given in enumerate(chunk.inputs):
-                if given.kind != "param":
-                    continue
-                layout = body.layouts.layout_of(k)
-                known, where = layouts.setdefault(given.ref, (layout, chunk.id))
-                if known != layout:
-                    raise DirectiveError(
-                        f"parameter {given.ref!r} would lie as {known} in {where} and as {layout} in {chunk.id}; "
-                        "name the indexes to share (index=...) so that both agree"
-                    )
-                if k not in body.layouts.grads:
-                    continue
-                along = body.layouts.summed(k)
-                before, where = summed.setdefault(given.ref, (along, chunk.id))
-                if before != along:
-                    raise DirectiveError(
-                        f"the gradient of parameter {given.ref!r} would be a sum over {before or 'no axis'} in {where} and over "
-                        f"{along or 'no axis'} in {chunk.id}; share both chunks alike, or untie them"
-                    )
-        specs = {
-            given.ref: self._bodies[chunk.code].chunk.ports[f"in{k}"]
-            for chunk in program.chunks
-            for k, given in enumerate(chunk.inputs)
-            if given.kind == "param"
-        }
+    def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
+        """Return the parameters as a device has them."""
+        layouts, summed = self._ties.layouts(), self._ties.summed()
+        specs = {given.ref: given.spec for chunk in chunks for given in chunk.inputs if given.kind == "param"}
         return tuple(
-            replace(p, spec=specs[p.name], layout=layouts[p.name][0], summed=summed.get(p.name, ((), ""))[0])
-            if p.name in specs
-            else p
+            replace(p, spec=specs[p.name], layout=layouts[p.name], summed=summed.get(p.name, ())) if p.name in specs else p
             for p in params
+        )
+
+
+def _refuse_opaque(chunk: Chunk) -> None:
+    if chunk.opaque:
+        raise DirectiveError(
+            f"chunk {chunk.id!r} has an opaque region, which autograd runs as it is: devices cannot share its work; "
+            "leave the region out (piper.tag without opaque=True), or train without shard"
         )

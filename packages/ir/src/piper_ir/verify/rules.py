@@ -19,7 +19,7 @@ RULES: dict[str, str] = {
     "R07-signature": "what a part reads and writes agrees in number, shape and dtype with its op or chunk, "
     "and a chunk's inputs with what they name; mb is in range, and ops of the whole step have none",
     "R08-states": "a role owns the state of each parameter, buffer and bucket that it uses, once, with the right bytes",
-    "R09-channels": "p2p joins two roles that place the same axes, a group joins different roles; none but those inside of steps uses compute",
+    "R09-channels": "p2p joins two roles that place the same axes, a group joins different roles; compute is for steps alone",
     "R10-channel-use": "an op suits its channel's kind and its role's side of it, and stands on the channel's one stream there",
     # values
     "R11-written-once": "a value is written exactly once, and used on the role that writes it only",

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from piper_ir.errors import ExecutionError, PiperError
+from piper_runtime.engine.exchanges import Exchanges
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.streams import ISSUED, STEP, Heartbeat, Posted, StreamAborted, StreamBackend
 from piper_runtime.engine.trace import TimedSpan
@@ -40,6 +41,7 @@ class Engine:
     ):  # fmt: skip
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
+        rank.exchange = Exchanges(rank, communicate)
         self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
         self._issues = self._bind(self._works)
         # A second binding, with a clock around every instruction, so that steps without it pay nothing.

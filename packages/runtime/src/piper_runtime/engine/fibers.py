@@ -25,7 +25,7 @@ class _Cancelled(BaseException):
 class Fiber:
     """Run work in a thread of its own, up to its end or to its next request.
 
-    Whoever calls `start` or `answer` waits meanwhile. The default generator of random numbers is as the work left it
+    Whoever calls `start` or `go_on` waits meanwhile. The default generator of random numbers is as the work left it
     when it goes on, whatever others have drawn.
     """
 
@@ -44,9 +44,18 @@ class Fiber:
         self._thread.start()
         self._wait()
 
+    @property
+    def answered(self) -> bool:
+        """Return whether the result of the request is there."""
+        return self._result is not None
+
     def answer(self, result: torch.Tensor) -> None:
-        """Let the work go on with the result of its request."""
-        self._result, self.request = result, None
+        """Give the result of the request; the work takes a copy when it goes on."""
+        self._result = result
+
+    def go_on(self) -> None:
+        """Run the work, whose request is answered, up to its end or next request; raise what it raises."""
+        self.request = None
         self._go.release()
         self._wait()
 
@@ -67,8 +76,9 @@ class Fiber:
         if self._cancelled:
             raise _Cancelled
         torch.random.set_rng_state(drawn)
-        result, self._result = self._result, None
-        assert result is not None
+        assert self._result is not None
+        result = self._result.clone()  # made here, so that who observes this work counts it
+        self._result = None
         return result
 
     def _run(self) -> None:

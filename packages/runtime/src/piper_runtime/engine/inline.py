@@ -37,7 +37,6 @@ class _State:
     posted_at: dict[str, float] = field(default_factory=dict)
     spans: list[TimedSpan] = field(default_factory=list)
     fiber: Fiber | None = None
-    answer: torch.Tensor | None = None
     started: float = 0.0
 
     def ready(self, entry: BoundInstr) -> bool:
@@ -107,7 +106,7 @@ class InlineEngine:
             if entry.comm is not None:
                 state.queues.setdefault(entry.stream, deque()).append(entry)
             elif state.fiber is not None or state.ready(entry):
-                if state.fiber is not None and state.answer is None:
+                if state.fiber is not None and not state.fiber.answered:
                     break
                 moved = True
                 if not self._run(state, entry):
@@ -145,27 +144,26 @@ class InlineEngine:
             state.rank.exchange = fiber.exchange
             fiber.start()
             return fiber.done
-        answer, state.answer = state.answer, None
-        assert answer is not None
-        state.fiber.answer(answer)
+        state.fiber.go_on()
         return state.fiber.done
 
     def _exchange(self, state: _State, states: dict[int, _State]) -> list[_State] | None:
         """Answer a request inside of an instruction once all members have it; return them, or None when it must wait."""
-        if state.fiber is None or state.fiber.request is None or state.answer is not None:
+        if state.fiber is None or state.fiber.request is None or state.fiber.answered:
             return None
         asked, plan = state.fiber.request, state.rank.plan
         channel = plan.channel(inside_channel(asked.axis, state.rank.role.role))
         members = [states[p] for p in plan.peers(channel, state.rank.rank)]
-        requests = [m.fiber.request if m.fiber is not None and m.answer is None else None for m in members]
-        if any(r is None for r in requests):
+        fibers = [m.fiber for m in members if m.fiber is not None and m.fiber.request is not None and not m.fiber.answered]
+        if len(fibers) < len(members):
             return None
-        found = {(r.kind, r.axis, r.given.shape, r.given.dtype) for r in requests if r is not None}
+        requests = [f.request for f in fibers if f.request is not None]
+        found = {(r.kind, r.axis, r.given.shape, r.given.dtype) for r in requests}
         if len(found) > 1:
             raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel.id}: {found}")
-        results = stacked_collective(asked.kind, [r.given for r in requests if r is not None])
-        for member, result in zip(members, results, strict=True):
-            member.answer = result
+        results = stacked_collective(asked.kind, [r.given for r in requests])
+        for fiber, result in zip(fibers, results, strict=True):
+            fiber.answer(result)
         return members
 
     def _observed(self, state: _State, index: int, work: object) -> None:
@@ -207,7 +205,7 @@ def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tenso
     """
     law = law_of(kind)
     whole = [g if law.reads == "whole" and law.blocks else g.unsqueeze(0) for g in given]
-    got = [r.clone() for r in collected(law, whole)]
+    got = collected(law, whole)
     return [g.squeeze(0) if law.writes == "part" or not law.blocks else g for g in got]
 
 

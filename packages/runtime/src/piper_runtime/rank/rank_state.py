@@ -18,8 +18,8 @@ from piper_ir.sizes import bind
 from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
-from piper_runtime.rank.layouts import own_parts
 from piper_runtime.rank.job import Batch, NamedParameters
+from piper_runtime.rank.layouts import own_parts
 from piper_runtime.rank.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.rng import rng_places
 from piper_runtime.rank.store import Store
@@ -74,8 +74,8 @@ class RankState:
     """Hold one rank of a plan with its states, before its program is bound.
 
     `exchange` is set by the engine that runs the rank; `counts` says that the rank is the first of those that share its
-    chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer state. `restored` says that the state is
-    that of a checkpoint, and not of the job.
+    chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer state.
+    `restored` says that the state is that of a checkpoint, and not of the job.
     """
 
     def __init__(

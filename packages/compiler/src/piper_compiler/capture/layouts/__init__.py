@@ -28,6 +28,11 @@ class Agreed:
     whole: frozenset[int] = frozenset()
     terms: frozenset[int] = frozenset()
 
+    @property
+    def text(self) -> str:
+        """Return it as one text, in a fixed order."""
+        return f"{sorted(self.whole)} {sorted(self.terms)}"
+
 
 def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed()) -> Sharded:
     """Return the graph of one of the devices that share a chunk."""

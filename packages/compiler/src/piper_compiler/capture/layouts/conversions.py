@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -132,3 +133,21 @@ def _dense(emit: Emitter, source: fx.Node) -> fx.Node:
     if aliasing.tensor(source).is_contiguous():
         return source
     return emit.call(aten.clone.default, source, memory_format=torch.contiguous_format)
+
+
+def own_what_is_spoiled(emit: Emitter) -> None:
+    """Copy what a reduce-scatter is given where something else reads it too: it is undefined afterwards."""
+    for node in list(emit.graph.nodes):
+        if node.target is collectives.reduce_scatter and _has_other_users(node.args[0]):
+            with emit.graph.inserting_before(node), emit.like(node, "backward" in str(node.meta["partitioner_tag"])):
+                copy = emit.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
+            node.args = (copy, *node.args[1:])
+
+
+def _has_other_users(node: Any) -> bool:
+    """Return whether a tensor, or what it is a view of, has more than one user or is not made here."""
+    while aliasing.is_view(node):
+        if len(node.users) > 1:
+            return True
+        node = aliasing.source(node)
+    return len(node.users) > 1 or node.op != "call_function"

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.layouts.choice import Unshared
-from piper_compiler.capture.layouts.conversions import convert, place_in
+from piper_compiler.capture.layouts.conversions import convert, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
@@ -98,6 +98,7 @@ class _Builder:
         results = {node: self._result(node) for node in (*self._joint.outputs, *self._joint.grads.values())}
         given = [results[n] for n in (*self._joint.outputs, *self._joint.grads.values())]
         self._emit.graph.output(given)
+        own_what_is_spoiled(self._emit)
         self._emit.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         return self._sharded(results)
 
