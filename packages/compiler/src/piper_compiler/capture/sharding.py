@@ -8,7 +8,7 @@ from dataclasses import replace
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import Captured
 from piper_compiler.capture.joint import TracedChunk
-from piper_compiler.capture.layouts import Agreed, Sharded
+from piper_compiler.capture.layouts import Agreed, Sharded, common_degrees, split_degrees
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.ties import Ties
 from piper_ir.errors import CaptureError, DirectiveError
@@ -26,8 +26,17 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
         return captured
     found = captured.shared.get(asked)
     if found is None:
-        found = captured.shared[asked] = _Shared(captured, asked).captured()
+        split = tuple(_split(captured, one) for one in asked)
+        found = captured.shared[asked] = _Shared(captured, split).captured()
     return found
+
+
+def _split(captured: Captured, asked: Sharding) -> Sharding:
+    """Return how the devices of an axis share all chunks, with the degrees into which it must be split for them."""
+    codes = dict.fromkeys(c.code for c in captured.program.chunks if not c.opaque)
+    joints = [captured.code.joint(code, TRACE_ROWS[0][0]) for code in codes]
+    degrees = common_degrees([split_degrees(j, asked.degree, stream=bool(asked.stream)) for j in joints])
+    return replace(asked, split=degrees) if len(degrees) > 1 else asked
 
 
 class _Shared:
@@ -43,7 +52,7 @@ class _Shared:
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
         params = self._params(program.params, chunks)
-        axes = tuple((s.over, s.degree) for s in self._asked)
+        axes = tuple(axis for s in self._asked for axis in s.axes)
         made = replace(program, chunks=chunks, params=params, axes=axes, variants=())
         return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
 

@@ -82,19 +82,50 @@ def _crossing(joint: Joint) -> Iterator[fx.Node]:
     yield from joint.outputs
 
 
-def share(joint: Joint, name: str, degree: int, *, stream: bool, kept: Collection[int] = ()) -> Shared:
-    """Return the chunk's indexes for an axis; the inputs `kept` are to stay whole.
+@dataclass(frozen=True)
+class _Chosen:
+    """Hold a chunk and its indexes: those that devices can share, those of another size, and those of the stream."""
 
-    Raises DirectiveError where the tokens cannot be shared evenly.
-    """
+    joint: Joint
+    indexes: Indexed
+    fitting: tuple[Nested, ...]
+    others: tuple[Nested, ...]
+    tokens: tuple[Nested, ...]
+
+    @property
+    def shared(self) -> tuple[Nested, ...]:
+        return (*self.fitting, *self.tokens)
+
+
+def split_degrees(joint: Joint, degree: int, *, stream: bool) -> tuple[int, ...]:
+    """Return the degrees into which an axis must be split to share the indexes of a chunk."""
+    return refined([steps for n in _chosen(joint, degree, stream).shared if (steps := steps_of(n, degree))], degree)
+
+
+def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the degrees of an axis that serves all of these splits of it."""
+    return refined(each, prod(each[0]))
+
+
+def _chosen(joint: Joint, degree: int, stream: bool, kept: Collection[int] = ()) -> _Chosen:
+    """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
     joint, first = _unfused(joint)
     nests = shareable(joint, first, kept)
-    fitting = [n for n in nests if steps_of(n, degree) is not None]
-    tokens = list(_tokens(joint, first)) if stream else []
+    fitting = tuple(n for n in nests if steps_of(n, degree) is not None)
+    tokens = tuple(_tokens(joint, first)) if stream else ()
     for nest in tokens:
         if steps_of(nest, degree) is None:
-            raise DirectiveError(f"{prod(i.size for i in nest)} tokens cannot be shared by {degree} devices")
-    degrees = refined([steps for n in (*fitting, *tokens) if (steps := steps_of(n, degree))], degree)
+            size = prod(i.size for i in nest)
+            raise DirectiveError(
+                f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
+            )
+    return _Chosen(joint, first, fitting, tuple(n for n in nests if n not in fitting), tokens)
+
+
+def share(joint: Joint, name: str, degrees: tuple[int, ...], *, stream: bool, kept: Collection[int] = ()) -> Shared:
+    """Return the chunk's indexes for an axis that is split into these degrees; the inputs `kept` are to stay whole."""
+    chosen = _chosen(joint, prod(degrees), stream, kept)
+    joint, first, fitting, tokens = chosen.joint, chosen.indexes, chosen.fitting, chosen.tokens
     places = [list(_places(first, nest, degrees)) for nest in (*fitting, *tokens)]
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
     for place in (p for nest in places for p in nest):
@@ -105,7 +136,7 @@ def share(joint: Joint, name: str, degree: int, *, stream: bool, kept: Collectio
         weights = frozenset(_found(cut, nest[number]) for nest in places[: len(fitting)])
         along = frozenset(_found(cut, nest[number]) for nest in places[len(fitting) :])
         axes.append(Axis(name if len(degrees) == 1 else f"{name}.{number}", size, weights, along))
-    unshared = tuple(u for n in nests if n not in fitting for u in _unshared(joint, first, n, degree))
+    unshared = tuple(u for nest in chosen.others for u in _unshared(joint, first, nest, prod(degrees)))
     return Shared(joint, cut, tuple(axes), unshared)
 
 
