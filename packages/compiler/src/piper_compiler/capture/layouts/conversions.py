@@ -37,7 +37,7 @@ def convert(
     now = list(before)
     number = 0
     while number < len(axes):
-        last = _joined_until(dims, axes, now, want, number)
+        last = joined_until(dims, axes, now, want, number)
         if now[number] != want[number]:
             source = _converted(emit, source, dims, axes, now, want, number, last)
         now[number:last] = want[number:last]
@@ -45,7 +45,7 @@ def convert(
     return source
 
 
-def _joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
+def joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
     """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
     last = first + 1
     while last < len(axes) and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name:
@@ -54,6 +54,13 @@ def _joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], wan
             break
         last += 1
     return last
+
+
+def joined_axis(axes: Sequence[Axis], first: int, last: int) -> Axis:
+    """Return neighbouring axes into which one is split as one axis."""
+    family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
+    name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
+    return replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
 
 
 def _follows(dims: Dims, outer: Along, inner: Along) -> bool:
@@ -69,9 +76,7 @@ def _converted(
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
     others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, Index)}
-    family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
-    name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
-    axis = replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
+    axis = joined_axis(axes, first, last)
     match now, then:
         case Index(), None:
             return _gather(emit, source, place_in(dims, now, others), axis)

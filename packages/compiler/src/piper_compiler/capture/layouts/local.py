@@ -7,7 +7,7 @@ device's place along an axis, which generated code reads as a global.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.layouts.choice import Unshared
-from piper_compiler.capture.layouts.conversions import convert, own_what_is_spoiled, place_in
+from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
-from piper_compiler.capture.layouts.loops import Place, Rewrite
+from piper_compiler.capture.layouts.loops import Place
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import DimPart, Layout
@@ -165,21 +165,27 @@ class _Builder:
 
     def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
         """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
-        places: list[Place] = []
-        done: set[Index] = set()
-        rewrites: list[Rewrite] = []
-        for axis, decision in zip(self._axes, self._decisions, strict=True):
-            index = decision.rewritten.get(node)
-            if index is not None:
-                inside = op.dim(op.rewritten[index])
-                rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
-                places.append(Place(axis.name, axis.degree, rest))
-                rewrites.append(op.loops.rewrites[op.rewritten[index]])
-                done.add(index)
-        if not places:
+        indexes = [d.rewritten.get(node) for d in self._decisions]
+        (rewrite,) = {op.rewrite(i) for i in indexes if i is not None} or {None}
+        if rewrite is None:
             return ()
         with self._emit.like(node, node in self._backward):
-            return rewrites[0].emit(self._emit, named, places)
+            return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
+
+    def _places(self, op: OpIndexes, indexes: Sequence[Index | None]) -> Iterator[Place]:
+        """Yield which steps of the indexes a device takes along each axis, or along all into which one is split."""
+        done: set[Index] = set()
+        whole, number = [None] * len(indexes), 0
+        while number < len(indexes):
+            last = number + 1
+            if (index := indexes[number]) is not None:
+                inside = op.dim(op.rewritten[index])
+                last = joined_until([inside], self._axes, indexes, whole, number)
+                axis = joined_axis(self._axes, number, last)
+                done.update(i for i in indexes[number:last] if i is not None)
+                rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
+                yield Place(axis.name, axis.degree, rest)
+            number = last
 
     def _result(self, node: fx.Node) -> fx.Node:
         return self._find(key_of(node), self._wanted_result(node), node in self._backward, node)

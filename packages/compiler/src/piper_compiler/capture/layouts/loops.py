@@ -162,7 +162,7 @@ class Rewrite:
         terms: whether results that lack the loop are terms of a sum; else they are equal on all devices.
     """
 
-    emit: Emit = field(compare=False)
+    emit: Emit
     terms: bool
 
 
