@@ -63,7 +63,13 @@ class OpIndexes:
         if not any(index in dim for dims in everywhere for dim in dims):
             return None
         has = tuple(any(index in dim for dim in dims) for dims in self.results)
-        return has if all(has) or index in self.summed else None
+        lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
+        return has if not lack or index in self.summed else None
+
+
+def _empty(dims: tuple[tuple[Index, ...], ...]) -> bool:
+    """Return whether a tensor has no elements: a sum of such is one."""
+    return any(index.size == 0 for dim in dims for index in dim)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from piper_compiler.capture._torch import OpOverload
@@ -58,7 +59,7 @@ class OpCall:
 
     Attributes:
         args: schema name -> value, defaults left out.
-        results: the tensors that come out.
+        results: the tensors that come out; one that a mask leaves out is an empty vector, so that all others keep their numbers.
     """
 
     op: OpOverload
@@ -71,7 +72,8 @@ class OpCall:
         names = [a.name for a in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         made = result if isinstance(result, list | tuple) else (result,)
-        return OpCall(op, {n: given[n] for n in names if n in given}, tuple(t for t in made if isinstance(t, Tensor)))
+        results = tuple(t if isinstance(t, Tensor) else torch.empty(0) for t in made)
+        return OpCall(op, {n: given[n] for n in names if n in given}, results)
 
     @cached_property
     def _numbered(self) -> tuple[tuple[str, Tensor], ...]:
@@ -106,6 +108,10 @@ class OpCall:
     def size(self, at: At | Inner) -> int:
         """Return the number of steps of a dimension or an inner loop."""
         return at.size if isinstance(at, Inner) else self.shape(at.tensor)[at.dim]
+
+    def made(self, result: int) -> bool:
+        """Return whether a result, counted from 0, is made at all."""
+        return tuple(self.results[result].shape) != (0,)
 
     def dims(self, tensor: int) -> Nest:
         """Return all dimensions of a tensor."""
