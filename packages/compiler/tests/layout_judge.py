@@ -29,11 +29,12 @@ Cuts = Sequence[tuple[Index, int]]
 
 
 class Draw:
-    """Draws arguments: a small letter is a size of 6 or 12, a capital one of 2 to 5, equal for equal letters of a draw; "1" and
-    other digits are themselves."""
+    """Draws arguments. A small letter is a size of 6, with a seed also of 12, a capital one of 2 to 5, equal for equal letters of
+    a draw; digits are themselves."""
 
     def __init__(self, seed: int) -> None:
         self._sizes = random.Random(seed)
+        self._small = (6, 12) if seed else (6,)
         self._numbers = torch.Generator().manual_seed(seed)
         self._known: dict[str, int] = {}
 
@@ -43,7 +44,7 @@ class Draw:
 
     def shape(self, letters: str) -> list[int]:
         for c in letters:
-            choices = (6, 12) if c.islower() else (2, 3, 4, 5)
+            choices = self._small if c.islower() else (2, 3, 4, 5)
             self._known.setdefault(c, int(c) if c.isdigit() else self._sizes.choice(choices))
         return [self._known[c] for c in letters]
 
@@ -127,7 +128,12 @@ def wrong_parts(call: OpCall) -> Iterator[str]:
 def _differences(call: OpCall, found: OpIndexes, cuts: Cuts) -> Iterator[str]:
     sums: dict[tuple[int, tuple[int | None, ...]], Tensor] = {}
     for places in itertools.product(*(range(n) for _, n in cuts)):
-        for k, part in enumerate(_computed(call, found, cuts, places)):
+        try:
+            made = _computed(call, found, cuts, places)
+        except (RuntimeError, IndexError) as error:
+            yield f"part {places}: {error}"
+            return
+        for k, part in enumerate(made):
             key = k, tuple(p if _has(found.results[k], i) else None for (i, _), p in zip(cuts, places, strict=True))
             sums[key] = sums[key] + part if key in sums else part
     for (k, places), part in sums.items():
@@ -146,18 +152,18 @@ def _computed(call: OpCall, found: OpIndexes, cuts: Cuts, places: Sequence[int])
 
 
 def _block(tensor: Tensor, dims: Dims, cuts: Cuts, places: Sequence[int]) -> Tensor:
-    """Return a device's block; inner indexes are cut first, so that the outer ones are whole for them."""
+    """Return a device's block, dense as devices hold it; inner indexes are cut first, so that the outer ones are whole then."""
     chosen = [(where, n, p) for (i, n), p in zip(cuts, places, strict=True) if (where := outer_of(dims, i)) is not None]
     for (dim, outer), n, place in sorted(chosen, key=lambda found: -found[0][1]):
         tensor = place_of(tensor, dim, outer, n, place)
-    return tensor
+    return tensor.contiguous() if chosen else tensor
 
 
 def _has(dims: Dims, index: Index) -> bool:
     return outer_of(dims, index) is not None
 
 
-def wrong_terms(call: OpCall, seed: int = 0) -> Iterator[str]:
+def wrong_terms(call: OpCall, seed: int = 10_007) -> Iterator[str]:
     """Yield what differs between an op of a sum and the sum of the op of its terms, for each set that it is linear in."""
     generator = torch.Generator().manual_seed(seed)
     for together in of_call(call).loops.linear:

@@ -292,7 +292,7 @@ def _points_of_dims(nest: Sequence[int], sizes: Sequence[int], points: set[int])
 
 def _chain(size: int, cuts: Iterable[int]) -> bool:
     ordered = [1, *sorted(cuts), size]
-    return ordered[1] > 0 and all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False))
+    return size == 0 or ordered[1] > 0 and all(b % a == 0 for a, b in zip(ordered, ordered[1:], strict=False))
 
 
 def _factors(size: int, cuts: Iterable[int]) -> tuple[int, ...]:
