@@ -35,14 +35,14 @@ def _op(name: str, overload: str = "default") -> Any:
 
 FAMILIES = cases(
     {
-        **{n: (_op(n), lambda d: (d.p("rtw"),), "=== -> ===") for n in ONE},
-        **{n: (_op(n), lambda d: (d.f("rtw"), d.f("t1")), "=== =1 -> ===") for n in TWO},
-        **{n: (_op(n, "Tensor"), lambda d: (d.f("r1w"), d.f("tw")), "=1= == -> ===") for n in PAIRS},
+        **{n: (_op(n), lambda d: (d.p("rt"),), "== -> ==") for n in ONE},
+        **{n: (_op(n), lambda d: (d.f("rt"), d.f("r1")), "== =1 -> ==") for n in TWO},
+        **{n: (_op(n, "Tensor"), lambda d: (d.f("r1"), d.f("t")), "=1 = -> ==") for n in PAIRS},
         **{f"{n} with a number": (_op(n, "Tensor"), lambda d: (d.f("rt"), d.f("")), "== . -> ==") for n in PAIRS[:6]},
         **{f"{n} of a scalar": (_op(n, "Scalar"), lambda d: (d.f("rt"), 2), "== -> ==") for n in SCALARS},
-        **{f"{n} gradient": (_op(f"{n}_backward"), lambda d: (d.f("rtw"), d.f("rtw")), "=== === -> ===") for n in GRADIENTS},
+        **{f"{n} gradient": (_op(f"{n}_backward"), lambda d: (d.f("rt"), d.f("rt")), "== == -> ==") for n in GRADIENTS},
         **{
-            f"{n} of integers": (_op(n, "Tensor"), lambda d: (d.i("rtw", 9), 1 + d.i("w", 3)), "=== = -> ===")
+            f"{n} of integers": (_op(n, "Tensor"), lambda d: (d.i("rt", 9), 1 + d.i("t", 3)), "== = -> ==")
             for n in INTEGERS
         },
     }
