@@ -1,8 +1,8 @@
 """Say of an op how its loops run over the dimensions of its tensors.
 
 An op is a nest of loops: `mm` runs over m, n and k, an element-wise op over each dimension of its result. Its rule
-names the dimensions that one loop runs over, in its arguments and results. Then the op can be computed in parts: where a
-loop of n * k steps is in some tensors, a device that takes k of the steps needs its block of these tensors and all of
+names the dimensions that one loop runs over, in its arguments and results. Then the op can be computed in parts: where
+a loop of n * k steps is in some tensors, a device that takes k of the steps needs its block of these tensors and all of
 the others, and makes its block of each result that has the loop. A result that lacks the loop is a sum over all of its
 steps, so what the device makes is a term of that sum. Where neither holds, the rule says that the dimension must be
 whole.
@@ -50,7 +50,7 @@ class Inner:
 
 
 Nest = tuple[At | Inner, ...]
-"""Loops inside each other, the outermost first."""
+"""A nest of loops, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class OpCall:
 
     Attributes:
         args: schema name -> value, defaults left out.
-        results: the tensors that come out; one that a mask leaves out is an empty vector, so that all others keep their numbers.
+        results: the tensors that come out; one that a mask leaves out is an empty vector, so that all others keep their
+            numbers.
     """
 
     op: OpOverload
@@ -132,7 +133,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 Localize = Callable[[OpCall, Sequence[Shape]], Mapping[str, Any]]
-"""A function of the whole call and the shapes of a device's parts of the results, to the arguments that change there."""
+"""A function of the whole call and the shapes of a device's parts of the results; it returns the arguments that change."""
 
 
 def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:

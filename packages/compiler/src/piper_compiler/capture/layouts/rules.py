@@ -1,7 +1,7 @@
 """Keep the table of rules: op -> its loops. An op without a rule is computed whole.
 
 Each family of ops has a module of its own, `rules_*`. Element-wise ops, which torch tags as such, need no entry. Ops
-that draw random numbers have no rule: what a device draws depends on the shape, so parts are not the parts of the whole.
+that draw random numbers have no rule: what a device draws depends on the shape, so it would be no part of the whole.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from piper_compiler.capture.layouts import (
 from piper_compiler.capture.layouts.loops import Loops, OpCall
 from piper_compiler.capture.layouts.rules_elementwise import UNTAGGED, elementwise
 
-Rule = Callable[[OpCall], Loops]
+LoopRule = Callable[[OpCall], Loops]
 
-RULES: dict[OpOverload, Rule] = {
+RULES: dict[OpOverload, LoopRule] = {
     **rules_views.RULES,
     **rules_parts.RULES,
     **rules_products.RULES,

@@ -1,4 +1,4 @@
-"""Say how fused attention loops: over rows, heads of keys, groups of queries and, without a causal mask, tokens of queries.
+"""Say how fused attention loops: over rows, heads of keys and groups of queries, not causal also over queries.
 
 The tokens of keys are whole, since a softmax runs over them. So are those of causal queries: which keys a query sees
 depends on its place.

@@ -66,7 +66,7 @@ def _beside(call: OpCall, whole: int, part: int, dim: int) -> tuple[Names, Names
 
 
 def _terms(call: OpCall, written: Sequence[str], by_value: str = "") -> tuple[frozenset[int], ...]:
-    """Return that what is written into the first tensor and that tensor are terms together; a number not 0 is no term."""
+    """Return that the first tensor and what is written into it are terms together; a number other than 0 is no term."""
     if call.args.get("reduce") is not None or (call.args.get(by_value, 0) != 0):
         return ()
     return (frozenset({0, *(k for name in written for k in call.numbers(name))}),)

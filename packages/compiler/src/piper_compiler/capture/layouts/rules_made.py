@@ -13,7 +13,7 @@ from piper_compiler.capture.layouts.rules_views import takes_shape
 
 aten = torch.ops.aten
 TERM = (frozenset[int](),)
-"""Zeros are a sum of zeros, so that equal ones on all devices may also stand for terms."""
+"""A set of no terms: zeros are a sum of zeros, so equal ones on all devices may also stand for terms."""
 
 
 def _filled(call: OpCall) -> Loops:

@@ -21,7 +21,7 @@ def _norm(full: tuple[str, ...], statistics: tuple[str, ...], results: str, call
     """Return the loops of a norm over the trailing dimensions, or of its gradients.
 
     `full` names the arguments of the shape of the first, `statistics` those that have 1 for its normalised dimensions,
-    and `results` has a letter for each result: "f" and "s" likewise, "w" for the gradient of a weight, summed over rows.
+    and `results` has a letter for each result: "f" and "s" likewise, "w" for the gradient of a weight, a sum over rows.
     """
     inner = len(call.get("normalized_shape"))
     rows = [f"row{d}" for d in range(rank(call, call.number(full[0])) - inner)]

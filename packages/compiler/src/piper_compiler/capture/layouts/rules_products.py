@@ -1,4 +1,4 @@
-"""Say how products loop: of matrices and vectors over rows, columns and what they sum over, of convolutions over channels."""
+"""Say how products of matrices and convolutions loop: over rows, columns or channels, and what they sum over."""
 
 from __future__ import annotations
 
