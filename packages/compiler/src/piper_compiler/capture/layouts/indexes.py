@@ -68,7 +68,8 @@ class OpIndexes:
         if not any(index in dim for dims in everywhere for dim in dims):
             return None
         has = tuple(any(index in dim for dim in dims) for dims in self.results)
-        return has if all(has) or index in self.summed else None
+        lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
+        return has if not lack or index in self.summed else None
 
     def rewrite(self, index: Index) -> Rewrite | None:
         """Return how other ops compute the op in parts of an index, if they can."""
@@ -78,6 +79,11 @@ class OpIndexes:
     def dim(self, at: At) -> tuple[Index, ...]:
         """Return the indexes of a dimension, outermost first."""
         return (self.tensors[at.tensor] if at.tensor >= 0 else self.results[-1 - at.tensor])[at.dim]
+
+
+def _empty(dims: tuple[tuple[Index, ...], ...]) -> bool:
+    """Return whether a tensor has no elements: a sum of such is one."""
+    return any(index.size == 0 for dim in dims for index in dim)
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,7 @@ class _Space:
         arguments = tuple(tensors[key] for key in op.keys)
         results = tuple(tensors[node, k] for k in range(len(op.call.results)))
         summed = frozenset(of(loops.summed))
-        rewritten = {index: at for at in loops.rewrites for index in of([at])}
+        rewritten = {index: at for at in loops.rewrites if at in loops.whole for index in of([at])}
         known = op.loops is not None
         return OpIndexes(op.call, op.keys, loops, arguments, results, frozenset(whole), summed, known, rewritten)
 
@@ -314,7 +320,7 @@ def _points_of_dims(nest: Sequence[int], sizes: Sequence[int], points: set[int])
 
 def _chain(size: int, cuts: Iterable[int]) -> bool:
     ordered = [1, *sorted(cuts), size]
-    return ordered[1] > 0 and all(b % a == 0 for a, b in pairwise(ordered))
+    return size == 0 or (ordered[1] > 0 and all(b % a == 0 for a, b in pairwise(ordered)))
 
 
 def _factors(size: int, cuts: Iterable[int]) -> tuple[int, ...]:
