@@ -148,6 +148,6 @@ def test_an_opaque_region_is_named() -> None:
 
 
 def test_a_program_without_code_is_refused() -> None:
-    program = piper.synthetic(stages=2, forward=1.0, backward=2.0)
+    program = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0)
     with pytest.raises(DirectiveError, match="the program has no code that could be rewritten"):
         piper.compile(program, Strategy(Mesh(tp=2), [piper.shard(where())]))
