@@ -42,7 +42,7 @@ ROOMS = (0, 0.003, "step")
 SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
 QUICK, HYBRID = 200, 8
 """The cases of each kind that `make test` runs."""
-PLAIN = 240
+PLAIN = 600
 """So many cases have two rows per microbatch and few policies of recomputation. What a case costs is capture, anew for other
 rows and policies: 17 s for all models; the rest takes 0.2 s."""
 
