@@ -286,6 +286,31 @@ def bound_otherwise(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator
         yield
 
 
+def stale(part: Part, rank: Any) -> Any:
+    """A gather of the second step that is left out: what it would give is what the first step had."""
+    found, seen = ranks.bind_operand(part, rank), dict[int, torch.Tensor]()
+    if not (isinstance(part.op, Collective) and part.op.kind == "all_gather" and rank.rank == 1):
+        return found
+    return lambda: seen.setdefault(0, found().clone()) if rank.step < 2 else found()
+
+
+def silent(part: Part, rank: Any) -> Any:
+    """A scatter that forgets one rank: it adds nothing of that rank's in the second step."""
+    found = ranks.bind_operand(part, rank)
+    forgets = isinstance(part.op, Collective) and part.op.kind == "reduce_scatter" and rank.rank == 1
+    return lambda: torch.zeros_like(found()) if forgets and rank.step == 1 else found()
+
+
+@pytest.mark.parametrize("fault", [stale, silent])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_judge_sees_a_rank_that_is_left_out(zero: int, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls of the cases above; the first step of both is right, so that fewer steps would hide it."""
+    c = replace(CASE, zero=zero)
+    with bound_otherwise(monkeypatch, operand=fault), pytest.raises(AssertionError, match="step 1, gradient") as found:
+        judge(c, memory=False)
+    assert "step 0" not in str(found.value)
+
+
 def test_a_gathered_buffer_that_lives_on_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = compositions.compiled(CASE).plan
     kept: list[Any] = []

@@ -110,7 +110,8 @@ class Rank(RankState):
             )
         if op.channel not in self._peers:
             self._peers[op.channel] = self.plan.peers(self.plan.channel(op.channel), self.rank)
-        return BoundComm(comm_kind(op), op.channel, self._peers[op.channel], self.binder.operand(part, self), bind_result(part, self))
+        peers, operand = self._peers[op.channel], self.binder.operand(part, self)
+        return BoundComm(comm_kind(op), op.channel, peers, operand, bind_result(part, self))
 
     def _work(self, instr: Instr) -> Thunk:
         parts = [self.binder.part(p, self) for p in instr.parts]
