@@ -201,9 +201,10 @@ What c is made of, as the plan says at the peak of the fullest rank: with bucket
 gradients before they are parts, 2.3 of activations; with buckets of 1.5 MiB 7.0, 7.6 and 2.0. Nothing stays gathered
 over a backward, neither embedding nor head. At the end of a layer's backward, these are there: the next layer's bucket
 and the one that is fetched behind it, the buffer that was just filled and the one whose scatter goes on, and the parts
-that both become. A layer has 3.01 MiB with its biases, so buckets of 3 MiB end inside of layers, and one layer's
-backward holds up to two of each kind. With prefetch=0, so that every gather is waited for, buckets of 3 MiB have a peak
-of 67.1 MiB, and those of 1.5 MiB one of 61.3.
+that both become: 5 buckets, of which prefetch and the scatter beside compute are 2.5. A layer has 3.01 MiB with its
+biases, so buckets of 3 MiB end inside of layers, and one layer's backward holds up to two of each kind. With
+prefetch=0, so that every gather is waited for, buckets of 3 MiB have a peak of 67.1 MiB, and those of 1.5 MiB one of
+61.3.
 """
 
 
