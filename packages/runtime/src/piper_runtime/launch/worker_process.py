@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from piper_runtime.checkpoint.host_snapshots import drop_snapshots
 from piper_runtime.engine.streams import HEART_SLOTS, Heartbeat
 from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.worker import WorkerContext, answer, warm_up
@@ -66,6 +67,7 @@ def _end_with(lifeline: int, folder: Path) -> None:
     """Wait for the launcher's end, after which it can no longer remove the shared files."""
     os.read(lifeline, 1)
     shutil.rmtree(folder, ignore_errors=True)
+    drop_snapshots()
     os._exit(1)
 
 
@@ -75,5 +77,6 @@ def main(setup: Setup) -> NoReturn:
     sys.stdout.flush()
     # The launcher is done with its workers, or dead; in the second case nobody else removes the shared files.
     shutil.rmtree(Path(setup.heart).parent, ignore_errors=True)
+    drop_snapshots()
     # Idle threads of communicators have no orderly end.
     os._exit(0)
