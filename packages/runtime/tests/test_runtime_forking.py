@@ -115,6 +115,8 @@ def test_a_server_that_was_killed_is_started_again() -> None:
         with Pool(1) as others:
             others.start()
             assert server_pid() != server and pids_alive([worker]), "its workers go on"
+        os.kill(worker, signal.SIGTERM)
+        assert workers.start().exit_reason(0).startswith("ended; how is not known"), "nobody has reaped it for us"
     until = time.monotonic() + 20
     while pids_alive([worker]) and time.monotonic() < until:
         time.sleep(0.01)

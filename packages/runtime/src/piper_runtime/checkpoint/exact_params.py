@@ -29,7 +29,7 @@ def keep_exact(rank: RankState, given: Mapping[str, torch.Tensor], *, share: boo
 
 
 def narrowed(plan: Plan) -> dict[str, torch.dtype]:
-    """Return the parameters outside of buckets that ranks hold in another dtype than checkpoints, with that of these."""
+    """Return the parameters outside of buckets that ranks hold in another dtype than checkpoints, with the latter."""
     bucketed = {name for bucket in plan.buckets for name in bucket.params}
     specs = {p.name: p.spec.dtype for p in plan.params if p.name not in bucketed}
     return {name: getattr(torch, d) for name, d in saved_dtypes(plan).items() if name in specs and specs[name] != d}

@@ -39,7 +39,7 @@ class Request:
         buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
         options: how the run goes.
-        restore: the checkpoint or host snapshot from which the run goes on; None: it begins with `params` and `buffers`.
+        restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
         device: the kind of device that runs take where the request is made.
     """
 

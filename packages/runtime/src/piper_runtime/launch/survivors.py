@@ -68,7 +68,10 @@ class Survivors:
 
 @contextmanager
 def survivors(checkpoint: Checkpoints | None, restarts: int) -> Iterator[Survivors]:
-    """Yield the keeper of a run's snapshots, which are gone when the block ends; it makes none where none are asked for."""
+    """Yield the keeper of a run's snapshots, which are gone when the block ends.
+
+    Where nobody asked for snapshots, none are made.
+    """
     if checkpoint is None or checkpoint.snapshot is None or not restarts:
         yield Survivors(None, 0)
         return

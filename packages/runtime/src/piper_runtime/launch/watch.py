@@ -38,8 +38,8 @@ class WatchedTeam(Protocol):
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         """Return the messages of these ranks as (rank, message), at least one unless `seconds` pass first.
 
-        A message is a StepDone, a SaveDone, a Notice, a Failure, None when the worker has ended, or the answer to its request;
-        after the last three a rank says no more.
+        A message is a StepDone, a SaveDone, a Notice, a Failure, None when the worker has ended, or the answer to its
+        request; after the last three a rank says no more.
         """
 
     def heart(self, rank: int) -> Sequence[int]:
