@@ -17,7 +17,7 @@ import torch
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
-from packages.runtime.tests.instants import pids_alive
+from packages.runtime.tests.instants import pids_alive, server_pid
 from piper_ir.errors import ExecutionError
 from piper_runtime.launch import forking
 from piper_runtime.launch.processes import Pool
@@ -29,11 +29,6 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forking, "_server", None)
     yield
     forking._end()
-
-
-def server_pid() -> int:
-    assert forking._server is not None
-    return forking._server._process.pid
 
 
 def noting(folder: Path) -> Callable[[int, range], Any]:

@@ -33,6 +33,9 @@ class SaveDone:
         groups: the settings of the optimizer's groups.
         schedule: the state of the schedule.
         problem: why the rank could not write; empty when it could.
+        copied_s: seconds of copying the state to the host.
+        blocked_s: seconds for which the rank did not train, these among them; not those of waiting for the save before.
+        written_s: seconds from then on until the file was written.
     """
 
     rank: int
@@ -45,6 +48,9 @@ class SaveDone:
     groups: list[dict[str, Any]] = field(default_factory=list)
     schedule: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
+    copied_s: float = 0.0
+    blocked_s: float = 0.0
+    written_s: float = 0.0
 
 
 def rank_file(writer: int | str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +54,8 @@ class RankSaver:
         self._written = 0
         self._last = -1
         self._error: BaseException | None = None
+        self._starting = threading.Lock()
+        self._blocked_s = 0.0
 
     def step_done(self, done: int) -> None:
         """Save if a checkpoint is due now that so many steps are done."""
@@ -72,31 +75,37 @@ class RankSaver:
 
     def _save(self, done: int) -> None:
         self._wait()  # its copies are still being written
-        rank, portion = self._rank, self._portion
+        rank, portion, began = self._rank, self._portion, time.perf_counter()
         with torch.no_grad():
             states = list(rank_tensors(rank, portion))
+            copying = time.perf_counter()
             copies = self._copies.copy(states)
+        copied_s = time.perf_counter() - copying
         report = SaveDone(
             rank.rank, done, numbers=optimizer_numbers(rank, portion), counters=step_counters(rank, portion),
             optimizer=rank.optimizer.kinds, groups=group_settings(rank.optimizer.groups),
-            schedule=plain_settings(rank.optimizer.schedule_state),
+            schedule=plain_settings(rank.optimizer.schedule_state), copied_s=copied_s,
         )  # fmt: skip
         contents = [(copy, state.ranges) for copy, state in zip(copies, states, strict=True)]
         self._last = done
         self._thread = threading.Thread(target=self._write, args=(report, contents), name="piper checkpoint", daemon=True)
-        self._thread.start()
+        with self._starting:
+            self._thread.start()
+            self._blocked_s = time.perf_counter() - began
         if not self._checkpoint.asynchronous:
             self._wait()
 
     def _write(self, report: SaveDone, contents: Contents) -> None:
         with suppress(OSError):  # on Linux a thread has a priority of its own; elsewhere it stays as it is
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with self._starting:
+            began, report = time.perf_counter(), replace(report, blocked_s=self._blocked_s)
         try:
             self._copies.settle()
             folder = self._checkpoint.path / partial_folder(report.step)
             folder.mkdir(exist_ok=True)
             boxes, size = write_boxes(folder / rank_file(report.rank), contents, self._count)
-            report = replace(report, boxes=boxes, nbytes=size)
+            report = replace(report, boxes=boxes, nbytes=size, written_s=time.perf_counter() - began)
         except (OSError, RuntimeError) as e:  # torch has its own class for a disk that is full
             report = replace(report, problem=f"rank {report.rank}: {e}")
         except BaseException as e:  # a mistake, which the rank raises as its own
