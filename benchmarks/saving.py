@@ -114,8 +114,8 @@ def measured(workers: Listening, subject: Subject, pairs: int, steps: int, every
         base.append(1e3 * plain)
         beside += [1e3 * s for s in slow]
         ratios.append(median(slow) / plain)
-        counts.append(len(slow) / max(sum(done < steps for done, *_ in sides[every].saves) / workers.world, 1))
-        waits = [(copy, block) for done, copy, block, _ in sides[every].saves if SETTLED <= done < steps]
+        counts.append(len(slow) / max(len({done for done, *_ in sides[every].saves if SETTLED < done < steps}), 1))
+        waits = [(copy, block) for done, copy, block, _ in sides[every].saves if SETTLED < done < steps]
         copied += [copy for copy, _ in waits]
         blocked += [block - copy for copy, block in waits]
     name, middle = f"{subject.name} pp=2", median_interval(ratios)
