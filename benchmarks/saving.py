@@ -27,7 +27,7 @@ GOAL = Goal("below", 1.10)
 BLOCKED_GOAL = Goal("below", 5.0)
 SETTLED = 4
 """The first steps of a run, which are not counted."""
-PAIRS, QUICK_PAIRS = 20, 2
+PAIRS, QUICK_PAIRS = 10, 2
 CASES: tuple[tuple[Regime, int, int], ...] = ((LARGE, 16, 4), (SMALL, 100, 24))
 """The models, each with the steps of a run and of them from one save to the next."""
 

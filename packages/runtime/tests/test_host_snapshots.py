@@ -82,11 +82,16 @@ def test_a_run_goes_on_from_what_is_newest(every: int, snapshot: int | None, res
     assert found.restarts[0].source == told[0].source
 
 
-def test_what_was_gone_on_from_counts_until_there_is_something_newer(tmp_path: Path) -> None:
+def test_what_was_gone_on_from_counts_until_there_is_something_newer(memory: Path, tmp_path: Path) -> None:
     plan, job = chain(pp=2, optimizer=adamw)
+    there: list[list[str]] = []
     with pytest.warns(PiperWarning):
-        found = run(plan, replace(job, batch=flaky(3, 4, 5)), checkpoint=saved(tmp_path, snapshot=3), restarts=3)
-    assert [r.resumed for r in found.restarts] == [3, 3, 3] and same(found, run(plan, job))
+        found = run(
+            plan, replace(job, batch=flaky(4, 5)), checkpoint=saved(tmp_path, snapshot=2), steps=8,
+            on_restart=lambda restart: there.append(sorted(p.name for p in memory.glob("*/*/*.bytes"))),
+        )  # fmt: skip
+    assert [r.resumed for r in found.restarts] == [4, 4] and same(found, run(plan, job, steps=8))
+    assert there == [["0-1.bytes", "1-1.bytes"]] * 2, "only the copies that are used stay"
 
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {

@@ -121,6 +121,14 @@ class HostSnapshot:
     groups: tuple[Mapping[str, Any], ...]
     folder: Path
 
+    def drop_others(self) -> None:
+        """Delete what is in its folder beside it."""
+        used = {piece.path for tensor in self.tensors.values() for piece in tensor.pieces}
+        for path in self.folder.glob(f"*{BYTES}"):
+            if str(path) not in used:
+                path.with_suffix(INDEX).unlink(missing_ok=True)
+                path.unlink()
+
     @property
     def text(self) -> str:
         """Return whose copies they are, for people."""

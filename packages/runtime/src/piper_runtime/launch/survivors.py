@@ -63,6 +63,8 @@ class Survivors:
         for folder in folders:
             if folder != self._kept:
                 shutil.rmtree(folder)
+        if found is not None:
+            found.drop_others()
         return found
 
 
@@ -90,7 +92,8 @@ def _locked_folder(home: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=home))
         lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks, where nobody finds out that a folder was left
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():  # else another process took it for one that was left, before it was locked
             return folder, lock
         os.close(lock)
