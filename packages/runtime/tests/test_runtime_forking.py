@@ -17,7 +17,7 @@ import torch
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
-from packages.runtime.tests.instants import pids_alive
+from packages.runtime.tests.instants import pids_alive, server_pid
 from piper_ir.errors import ExecutionError
 from piper_runtime.launch import forking
 from piper_runtime.launch.processes import Pool
@@ -29,11 +29,6 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forking, "_server", None)
     yield
     forking._end()
-
-
-def server_pid() -> int:
-    assert forking._server is not None
-    return forking._server._process.pid
 
 
 def noting(folder: Path) -> Callable[[int, range], Any]:
@@ -115,6 +110,8 @@ def test_a_server_that_was_killed_is_started_again() -> None:
         with Pool(1) as others:
             others.start()
             assert server_pid() != server and pids_alive([worker]), "its workers go on"
+        os.kill(worker, signal.SIGTERM)
+        assert workers.start().exit_reason(0).startswith("ended; how is not known"), "nobody has reaped it for us"
     until = time.monotonic() + 20
     while pids_alive([worker]) and time.monotonic() < until:
         time.sleep(0.01)

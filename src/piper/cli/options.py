@@ -155,6 +155,10 @@ CheckpointOption = Annotated[
     Path | None, typer.Option("--checkpoint", metavar="DIR", help="save the state there while training, for --resume")
 ]
 EveryOption = Annotated[int | None, typer.Option("--every", min=1, help="steps from one --checkpoint to the next (default 100)")]
+SnapshotOption = Annotated[
+    int | None,
+    typer.Option("--snapshot", min=1, help="with --restarts: copy the state to memory after every so many steps, to go on from"),
+]
 ResumeOption = Annotated[
     bool,
     typer.Option(

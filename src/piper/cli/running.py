@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
@@ -45,12 +45,15 @@ class RunArguments:
     restarts: int = 0
     on_loss: str = "restart"
     spares: int = 0
+    snapshot: int | None = None
 
     def checkpoints(self) -> Checkpoints | None:
         """Return where and how often the run is saved; raise JobError for options that need a folder."""
         if self.checkpoint is not None:
-            return Checkpoints(self.checkpoint) if self.every is None else Checkpoints(self.checkpoint, self.every)
-        if given := [flag for flag, value in (("--every", self.every), ("--resume", self.resume)) if value]:
+            saved = Checkpoints(self.checkpoint, snapshot=self.snapshot)
+            return saved if self.every is None else replace(saved, every=self.every)
+        needing = (("--every", self.every), ("--snapshot", self.snapshot), ("--resume", self.resume))
+        if given := [flag for flag, value in needing if value]:
             raise JobError(f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR")
         return None
 
@@ -72,6 +75,7 @@ def launch(arguments: RunArguments) -> None:
         "--ranges": a.ranges,
         "--checkpoint": a.checkpoint,
         "--every": a.every,
+        "--snapshot": a.snapshot,
         "--resume": a.resume,
         "--loader": a.loader if a.loader != LOADER else None,
         "--restarts": a.restarts or None,
@@ -111,7 +115,7 @@ def run(arguments: RunArguments) -> None:
 def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
-    saved = a.checkpoint is not None or a.every is not None or a.resume
+    saved = a.checkpoint is not None or a.every is not None or a.snapshot is not None or a.resume
     if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or a.restarts:
         left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts and --loader"
         raise JobError(f"--emulate trains nothing: leave out {left}")

@@ -118,6 +118,7 @@ class SavedRestart:
         resumed: the step with which the run went on.
         ranks: how many ranks went on.
         seconds: until the end of the next step.
+        source: from which state it went on.
     """
 
     step: int
@@ -127,6 +128,7 @@ class SavedRestart:
     resumed: int
     ranks: int
     seconds: float | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)

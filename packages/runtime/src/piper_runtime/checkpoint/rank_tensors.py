@@ -128,16 +128,20 @@ def left_out(plan: Plan) -> tuple[list[str], list[str]]:
     return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
 
 
-def saved_dtypes(plan: Plan) -> dict[str, str]:
-    """Return the dtypes of parameters in checkpoints, where these are others than forward and backward read.
+def varying_buffers(plan: Plan) -> set[str]:
+    """Return the buffers whose content depends on the batch, so that replicas may have different ones."""
+    return {o.ref for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies}
 
-    A trained parameter is saved as the optimizer has it. One that no rank holds is saved as the job makes it, in the
-    same dtype.
+
+def saved_dtypes(plan: Plan) -> dict[str, str]:
+    """Return the dtypes of floating-point parameters in checkpoints: that in which the job makes all of them.
+
+    A trained one is saved as the optimizer has it, and a frozen one without a loss of bits; forward and backward may
+    read both in a narrower dtype. Without trained parameters there is one dtype, that of the plan.
     """
     made = next((b.dtype for b in plan.buckets), None)
-    out = {name: b.dtype for b in plan.buckets for name in b.params}
-    floats = {p.name for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point}
-    return out | {name: made for name in left_out(plan)[0] if made is not None and name in floats}
+    floats = [p for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point]
+    return {p.name: made or p.spec.dtype for p in floats}
 
 
 def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
@@ -153,7 +157,7 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
     bucketed = {name for bucket in store.buckets for name in bucket.params}
     for name, tensor in store.params.items():
         if name not in bucketed and (portion is None or name in portion.params):
-            yield _alone(model_key(name), tensor)
+            yield _alone(model_key(name), store.exact.get(name, tensor))
     for name, tensor in store.buffers.items():
         if portion is None or name in portion.buffers:
             yield _alone(model_key(name), tensor, early=True)

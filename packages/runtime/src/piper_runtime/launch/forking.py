@@ -14,6 +14,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic, sleep
 
 from piper_ir.errors import ExecutionError
@@ -22,6 +23,8 @@ from piper_runtime.launch.watch import STARTUP_S
 
 LENGTH = struct.Struct("!Q")
 """The form of the length of a request, and of the process id in the answer."""
+HOW_UNKNOWN = 1 << 16
+"""The number in place of an exit code of a process that has ended, and of which nobody can say how."""
 STATUS = struct.Struct("!i")
 """The form of an exit code; a negative one is the signal that ended the process."""
 
@@ -64,13 +67,13 @@ class ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the worker runs."""
+        """Return the exit code, negative for a signal, or HOW_UNKNOWN; None while the worker runs."""
         if self._code is None and select.select([self._status], [], [], 0)[0]:
             said = os.read(self._status, STATUS.size)
             if said:
                 self._ended(STATUS.unpack(said)[0])
-            elif not _exists(self.pid):  # the server has ended before the worker, which nobody reaps for us then
-                self._ended(-signal.SIGKILL)
+            elif not _runs(self.pid):  # the server has ended before the worker, which nobody reaps for us then
+                self._ended(HOW_UNKNOWN)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -99,12 +102,15 @@ class ForkedProcess:
         os.close(self._status)
 
 
-def _exists(pid: int) -> bool:
+def _runs(pid: int) -> bool:
+    """Return whether a process has not ended; one that nobody has reaped has."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:
         return False
-    return True
+    except FileNotFoundError:  # it ends right now, or this system shows no processes there
+        return True
 
 
 class _Server:

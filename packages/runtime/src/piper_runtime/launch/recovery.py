@@ -27,6 +27,7 @@ class Restart:
         ranks: how many ranks went on.
         seconds: from the moment at which the failure was known to the end of the next step; None where no step was
             left.
+        source: from which state it went on: a checkpoint, host snapshots with their ranks, or the beginning.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Restart:
     resumed: int
     ranks: int
     seconds: float | None = None
+    source: str = ""
 
 
 Replan = Callable[[int], tuple[Plan, ExportedCode]]
@@ -159,7 +161,7 @@ class Recovery:
 
     def goes_on(self, error: PiperError, resumed: int, plan: Plan, where: str) -> None:
         """Note that the run goes on with a step, and say so; `where` says from which state."""
-        restart = Restart(self.next, type(error).__name__, str(error), lost(error), resumed, plan.mesh.world)
+        restart = Restart(self.next, type(error).__name__, str(error), lost(error), resumed, plan.mesh.world, source=where)
         self.restarts.append(restart)
         fewer = f" on {plan.mesh}" if self.replans else ""
         warnings.warn(
