@@ -17,12 +17,11 @@ from torch import fx
 
 from piper_compiler.capture.layouts.decide import Axis
 from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.names import EVERYTHING, Nested, Wanted
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
 
-Nested = tuple[Index, ...]
-"""Indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
 TOKENS = 1
 """The dimension of a value or batch tensor that holds the tokens."""
 
@@ -52,7 +51,7 @@ def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tup
 
     The inputs `kept` are to stay whole.
     """
-    crossing = _in_crossing(joint, indexes)
+    crossing = in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
     whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
     found: dict[Index, Nested] = {}
@@ -97,9 +96,11 @@ class _Chosen:
         return (*self.fitting, *self.tokens)
 
 
-def split_degrees(joint: Joint, degree: int, *, stream: bool) -> tuple[int, ...]:
+def split_degrees(joint: Joint, degree: int, *, stream: bool, wanted: Wanted = EVERYTHING) -> tuple[int, ...]:
     """Return the degrees into which an axis must be split to share the indexes of a chunk."""
-    return refined([steps for n in _chosen(joint, degree, stream).shared if (steps := steps_of(n, degree))], degree)
+    return refined(
+        [steps for n in _chosen(joint, degree, stream, wanted=wanted).shared if (steps := steps_of(n, degree))], degree
+    )
 
 
 def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -107,10 +108,10 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return refined(each, prod(each[0]))
 
 
-def _chosen(joint: Joint, degree: int, stream: bool, kept: Collection[int] = ()) -> _Chosen:
+def _chosen(joint: Joint, degree: int, stream: bool, kept: Collection[int] = (), wanted: Wanted = EVERYTHING) -> _Chosen:
     """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
-    joint, first = _unfused(joint)
-    nests = shareable(joint, first, kept)
+    joint, first = taken_apart(joint)
+    nests = wanted.among(joint, first, shareable(joint, first, kept))
     fitting = tuple(n for n in nests if steps_of(n, degree) is not None)
     tokens = tuple(_tokens(joint, first)) if stream else ()
     for nest in tokens:
@@ -122,9 +123,17 @@ def _chosen(joint: Joint, degree: int, stream: bool, kept: Collection[int] = ())
     return _Chosen(joint, first, fitting, tuple(n for n in nests if n not in fitting), tokens)
 
 
-def share(joint: Joint, name: str, degrees: tuple[int, ...], *, stream: bool, kept: Collection[int] = ()) -> Shared:
+def share(
+    joint: Joint,
+    name: str,
+    degrees: tuple[int, ...],
+    *,
+    stream: bool,
+    kept: Collection[int] = (),
+    wanted: Wanted = EVERYTHING,
+) -> Shared:
     """Return the chunk's indexes for an axis that is split into these degrees; the inputs `kept` are to stay whole."""
-    chosen = _chosen(joint, prod(degrees), stream, kept)
+    chosen = _chosen(joint, prod(degrees), stream, kept, wanted)
     joint, first, fitting, tokens = chosen.joint, chosen.indexes, chosen.fitting, chosen.tokens
     places = [list(_places(first, nest, degrees)) for nest in (*fitting, *tokens)]
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
@@ -140,10 +149,10 @@ def share(joint: Joint, name: str, degrees: tuple[int, ...], *, stream: bool, ke
     return Shared(joint, cut, tuple(axes), unshared)
 
 
-def _unfused(joint: Joint) -> tuple[Joint, Indexed]:
-    """Return the chunk without the ops that would keep devices from sharing what a product sums over."""
+def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
+    """Return the chunk and its indexes, without the ops that would keep devices from sharing what a product sums over."""
     first = indexed(joint)
-    crossing = _in_crossing(joint, first)
+    crossing = in_crossing(joint, first)
 
     def chosen(node: fx.Node) -> bool:
         factor = first.ops[node].tensors[1]
@@ -153,7 +162,8 @@ def _unfused(joint: Joint) -> tuple[Joint, Indexed]:
     return apart, first if apart is joint else indexed(apart)
 
 
-def _in_crossing(joint: Joint, indexes: Indexed) -> set[Index]:
+def in_crossing(joint: Joint, indexes: Indexed) -> set[Index]:
+    """Return the indexes of what passes between chunks."""
     return {i for node in _crossing(joint) for dim in indexes.tensors[key_of(node)] for i in dim}
 
 
@@ -228,14 +238,20 @@ def _found(indexes: Indexed, place: _Place) -> Index:
     raise AssertionError(f"no index at {place}")
 
 
-def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
-    """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
+def uneven(nest: Nested, degree: int) -> str:
+    """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
+    if steps_of(nest, degree) is not None:
+        return ""
     size = prod(i.size for i in nest)
     others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
     nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
     instead = f"; {nearest} can" if nearest else ""
+    return f"{degree} devices cannot share {size} evenly{instead}"
+
+
+def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
+    """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
     for k, node in enumerate(joint.inputs):
         for dim, inside in enumerate(indexes.tensors.get((node, 0), ())):
             if joint.kinds[k] == "param" and _has(inside, nest):
-                whole = prod(i.size for i in inside)
-                yield Unshared(k, dim, whole, f"{degree} devices cannot share {size} evenly{instead}")
+                yield Unshared(k, dim, prod(i.size for i in inside), uneven(nest, degree))

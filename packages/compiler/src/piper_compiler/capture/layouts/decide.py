@@ -57,6 +57,7 @@ class Decision:
         wanted: for each op, how it wants the tensors among its arguments.
         results: how the graph's outputs and gradients must lie, by node.
         rewritten: the ops that others compute in parts, each with the index.
+        along: the ops that are computed in parts, each with the index.
     """
 
     made: dict[TensorKey, Along] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Decision:
     wanted: dict[fx.Node, tuple[Along, ...]] = field(default_factory=dict)
     results: dict[fx.Node, Along] = field(default_factory=dict)
     rewritten: dict[fx.Node, Index] = field(default_factory=dict)
+    along: dict[fx.Node, Index] = field(default_factory=dict)
 
     def of(self, key: TensorKey) -> Along:
         """Return how users find a tensor."""
@@ -145,6 +147,7 @@ class _Pass:
         if index is not None:
             wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
             made = _made_along(op, index)
+            self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
         elif (sums := frozenset(k for k, how in enumerate(lying) if how is SUM)) and sums in op.loops.linear:
