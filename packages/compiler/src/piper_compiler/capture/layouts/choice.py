@@ -15,15 +15,12 @@ from math import gcd, prod
 
 from torch import fx
 
-from piper_compiler.capture.layouts.decide import Axis
+from piper_compiler.capture.layouts.decide import TOKENS, Axis
 from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.names import EVERYTHING, Nested, Wanted
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
-
-TOKENS = 1
-"""The dimension of a value or batch tensor that holds the tokens."""
 
 
 @dataclass(frozen=True)

@@ -235,11 +235,11 @@ class _Builder:
 
 
 def _local(shape: Sequence[int], dims: Sequence[tuple[Index, ...]], lying: Any) -> tuple[int, ...]:
+    """Return the shape of a device's part; an index that stands in two dimensions is taken apart in the first."""
     found = list(shape)
     for how, axis in lying:
-        for d, inside in enumerate(dims):
-            if isinstance(how, Index) and how in inside:
-                found[d] //= axis.degree
+        if isinstance(how, Index):
+            found[next(d for d, inside in enumerate(dims) if how in inside)] //= axis.degree
     return tuple(found)
 
 

@@ -78,7 +78,7 @@ def _is_given(op: OpIndexes) -> bool:
 
 def _of_attention(op: OpIndexes) -> Iterator[tuple[str, Index]]:
     queries, keys, values = (op.tensors[op.call.number(name)] for name in ("q", "k", "v"))
-    yield from (("heads", index) for index in keys[2] or queries[2])
+    yield from zip(("heads", *("groups" for _ in keys[2])), keys[2] or queries[2], strict=False)
     yield from (("groups", index) for index in queries[2])
     yield from (("head_dim", index) for index in (*queries[3], *keys[3], *values[3], *op.results[0][3]))
 
