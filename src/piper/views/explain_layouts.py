@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from piper.api.compiling import Compiled
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST = 4
 """The number of names of one kind that are listed."""
+WIDEST, HANGING = 118, " " * 10
+"""The letters of a line, and where what does not fit goes on."""
 
 
 def layouts(compiled: Compiled) -> str:
@@ -28,8 +31,8 @@ def layouts(compiled: Compiled) -> str:
     found = layout_facts(compiled.code, compiled.program)
     if not any(facts.sharding for facts in found):
         return "\n".join(["indexes, which devices can share by `shard`", *(f"  {_short(facts)}" for facts in found)])
-    sections = [[*_indexes(facts), *_shared(compiled.plan, facts)] for facts in found]
-    return "\n".join(["indexes, and what devices share", *(f"  {line}" for lines in sections for line in lines)])
+    lines = (line for facts in found for line in (*_indexes(facts), *_shared(compiled.plan, facts)))
+    return "\n".join(["indexes, and what devices share", *(wrapped for line in lines for wrapped in _wrapped(f"  {line}"))])
 
 
 def index_facts(compiled: Compiled) -> list[dict[str, object]]:
@@ -48,6 +51,10 @@ def index_facts(compiled: Compiled) -> list[dict[str, object]]:
         }
         for facts in layout_facts(compiled.code, compiled.program)
     ]
+
+
+def _wrapped(line: str) -> list[str]:
+    return wrap(line, WIDEST, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False)
 
 
 def _ids(ids: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Inde
     spots = spots_of(joint, indexes)
     found: dict[Index, str] = {}
     for name, index in (
-        *_of_ops(indexes),
+        *_of_ops(joint, indexes),
         *_of_values(joint, indexes),
         *_of_products(indexes, spots),
         *_of_params(indexes, spots, params),
@@ -60,20 +60,21 @@ def spots_of(joint: Joint, indexes: Indexed) -> Spots:
     return found
 
 
-def _of_ops(indexes: Indexed) -> Iterator[tuple[str, Index]]:
+def _of_ops(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, Index]]:
+    given = {n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")}
     for op in indexes.ops.values():
         match op.call.op:
             case piper.attention.default:
                 yield from _of_attention(op)
             case piper.cross_entropy.default:
                 yield from (("vocab", i) for i in op.tensors[op.call.number("logits")][1])
-            case aten.embedding.default if _is_given(op):
+            case aten.embedding.default if _indices(op) in given:
                 yield from (("vocab", i) for i in op.tensors[op.call.number("weight")][0])
 
 
-def _is_given(op: OpIndexes) -> bool:
-    """Return whether the rows that an embedding looks up come from outside of the chunk: tokens, not positions."""
-    return aliasing.root(op.keys[op.call.number("indices")][0]).op == "placeholder"
+def _indices(op: OpIndexes) -> fx.Node:
+    """Return what chooses the rows of an embedding: tokens come from outside of the chunk, positions do not."""
+    return aliasing.root(op.keys[op.call.number("indices")][0])
 
 
 def _of_attention(op: OpIndexes) -> Iterator[tuple[str, Index]]:

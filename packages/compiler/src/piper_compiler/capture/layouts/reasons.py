@@ -12,7 +12,7 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture.concrete import frame_of
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey
 
-LONGEST = 50
+LONGEST = 36
 """The number of letters of a line of code that are shown."""
 
 
