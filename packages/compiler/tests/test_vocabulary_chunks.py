@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packages.compiler.tests.joint_harness import Case
 from packages.compiler.tests.lockstep import judge, shared_of
-from piper_compiler.capture.layouts import Agreed
+from piper_compiler.capture.layouts import Agreed, conversions
 from piper_compiler.capture.layouts.decide import SUM
 from piper_ops import collectives, vocabulary
 from piper_ops.library import OP_KERNELS
@@ -145,6 +145,12 @@ def test_parameters_stay_whole_and_gradients_are_sums_where_other_chunks_need_it
     terms = judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places))
     assert (alone.shared.grads[2], terms.shared.grads[2]) == ((None,), (SUM,))
     assert max(alone.error, terms.error) < EXACT
+
+
+def test_terms_of_all_devices_at_once_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversions, "_first", lambda emit, source, axis: source)
+    places = frozenset({2})
+    assert judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places)).error > 0.5
 
 
 def no_mask(weight: Tensor, indices: Tensor, place: Any, degree: Any, rest: Any) -> Tensor:
