@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from piper_ir.layout import Layout, places
+from piper_ir.layout import DimPart, Layout, places
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 
@@ -36,6 +38,53 @@ def joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
     shape = parts[0].shape
     split = [p.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]) for p in parts]
     return torch.stack(split, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRun:
+    """Say that elements of a part lie one behind the other in the whole tensor, both in row-major order."""
+
+    own: int
+    whole: int
+    numel: int
+
+
+def runs(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int) -> Iterator[ElementRun]:
+    """Yield where the elements [begin, end) of a rank's part of this shape lie in the whole tensor."""
+    there = places(layout, mesh, rank)
+    unit = min((shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there), default=prod(shape))
+    found: ElementRun | None = None
+    at = begin
+    while at < end:
+        numel = min(unit - at % unit, end - at)
+        first = _in_whole(shape, there, at)
+        if found is not None and found.whole + found.numel == first:
+            found = ElementRun(found.own, found.whole, found.numel + numel)
+        else:
+            if found is not None:
+                yield found
+            found = ElementRun(at, first, numel)
+        at += numel
+    if found is not None:
+        yield found
+
+
+def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], at: int) -> int:
+    """Return where an element of a part is in the whole tensor."""
+    sizes = list(shape)
+    index: list[int] = []
+    for size in reversed(sizes):
+        at, k = divmod(at, size)
+        index.insert(0, k)
+    for part, degree, place in reversed(there):
+        rest = sizes[part.dim] // part.outer
+        outer, inner = divmod(index[part.dim], rest)
+        index[part.dim] = (outer * degree + place) * rest + inner
+        sizes[part.dim] *= degree
+    found = 0
+    for size, k in zip(sizes, index, strict=True):
+        found = found * size + k
+    return found
 
 
 class OwnParts(Mapping[str, torch.Tensor]):
