@@ -1,9 +1,9 @@
-"""Let chunks that have the same parameter agree how devices share it: an embedding and an output head with tied weights.
+"""Let chunks that have the same parameter agree how devices share it, such as an embedding and a tied output head.
 
 Each chunk by itself takes its parameters apart as its ops allow. A parameter that two chunks would take apart in
-different ways stays whole in both. The gradient of a whole parameter is a term of a sum where devices have parts of what
-flows through it, else equal on all. Chunks add their gradients up before the devices do, so if it is a term in one, it
-must be one in all.
+different ways stays whole in both. The gradient of a whole parameter is a term of a sum where devices have parts of
+what it is used on, else equal on all. Chunks add their gradients up before the devices do, so if it is a term in one,
+it must be one in all.
 """
 
 from __future__ import annotations
