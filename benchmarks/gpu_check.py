@@ -1,4 +1,4 @@
-"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device.
+"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device or states.
 
 `make gpu-check` runs it, or
 
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import piper
-from benchmarks import gpu, gpu_hazards
+from benchmarks import gpu, gpu_hazards, gpu_states
 from benchmarks.gpu_predicted import Case, Goals
 from benchmarks.measure import Goal, Row, machine
 from piper import models
@@ -38,7 +39,9 @@ from piper.models.presets import Config
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_runtime.launch import Pool
 from piper_runtime.rank import using
-from piper_simulator import STACKS, Cluster, product_cluster
+
+if TYPE_CHECKING:
+    from piper_simulator import Cluster
 
 GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))
 ROWS, REPEATS = 32, 5
@@ -54,7 +57,7 @@ BLOCKS = {
     ),
 }
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
-PROVES = ("streams", "shared")
+PROVES = ("streams", "shared", "sharded", "mixed")
 """Sections in which a goal that is missed is a fault."""
 
 
@@ -68,14 +71,30 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     here = asdict(machine()) | gpu.device_facts()
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
-    plain = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
-    cluster = plain.each_device(lambda device: replace(device, stack=STACKS["eager"]))  # what runs here is eager
-    rows, failed = checked((partial(blocks, "cuda", cluster, BLOCKS), gpu_hazards.rows, gpu.shared, partial(kernels, cluster)))
+    rows, failed = checked(sections())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
     print(table(here, rows, failed))
     print(f"{len(rows)} rows in {path}")
     return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
+
+
+def sections() -> Iterator[Callable[[], Iterable[Row]]]:
+    """Yield the sections; those with predictions, the first and the last two, need the simulator's packages."""
+    yield lambda: blocks("cuda", eager_cluster(), BLOCKS)
+    yield gpu_hazards.rows
+    yield gpu.shared
+    yield from gpu_states.sections()
+    yield lambda: gpu_states.overheads("cuda", eager_cluster())
+    yield lambda: kernels(eager_cluster())
+
+
+def eager_cluster() -> Cluster:
+    """Return the devices of this machine as they run eager kernels, which is what runs here."""
+    from piper_simulator import STACKS, product_cluster
+
+    plain = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
+    return plain.each_device(lambda device: replace(device, stack=STACKS["eager"]))
 
 
 def checked(sections: Iterable[Callable[[], Iterable[Row]]]) -> tuple[list[Row], list[str]]:

@@ -154,7 +154,7 @@ class _Server:
 _lock = threading.Lock()
 _server: _Server | None = None
 _following: list[subprocess.Popen[bytes]] = []
-"""Servers that are not asked any more and wait for their workers' ends."""
+"""The servers that are not asked any more and wait for their workers' ends."""
 
 
 def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:

@@ -1,4 +1,4 @@
-"""Say what surrounds a process beside its memory, so that one that is forked elsewhere finds what a child would find."""
+"""Say what surrounds a process beside its memory, so that a process that is forked elsewhere finds the same."""
 
 from __future__ import annotations
 
