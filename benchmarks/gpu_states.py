@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -55,7 +55,7 @@ WIDTH, TOKENS = 4096, 4096
 """Of the model whose state is saved beside its steps."""
 
 
-def sections() -> Iterator[Callable[[], Iterable[Row]]]:
+def sections() -> Iterator[partial[Iterator[Row]]]:
     """Yield the sections that need no simulator."""
     yield partial(sharded, "cuda", ("nccl", "gloo") if dist.is_nccl_available() else ("gloo",))
     yield partial(mixed, "cuda", RECOMPUTED)
