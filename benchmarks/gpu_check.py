@@ -4,6 +4,7 @@
 
 python benchmarks/gpu_check.py                a table to paste, and a JSON file in benchmarks/results/
 python benchmarks/gpu_check.py --out FILE.json
+python benchmarks/gpu_check.py --states       only what ranks keep: these need torch and Piper's own packages alone
 
 Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a
 prediction that misses its goal is a result.
@@ -65,13 +66,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run every check; the exit code is as the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
+    parser.add_argument("--states", action="store_true", help="only the sections about what ranks keep (gpu_states.py)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was checked. Run this where torch.cuda.is_available()")
         return 0
     here = asdict(machine()) | gpu.device_facts()
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
-    rows, failed = checked(sections())
+    rows, failed = checked(gpu_states.sections() if options.states else sections())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
     print(table(here, rows, failed))
