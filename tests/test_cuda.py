@@ -14,6 +14,7 @@ import piper
 from benchmarks.joined import joined_pool
 from benchmarks.step_model import Regime, job
 from piper import models
+from piper_ir.collectives import COLLECTIVES
 from piper_ir.errors import ExecutionError
 from piper_ir.memory import on_device, peak
 from piper_runtime.launch.processes import Pool
@@ -137,8 +138,8 @@ def test_messages_over_nccl_are_measured(nccl_pool: Pool) -> None:
     work, strategy = job(SIZES, 16), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1))
     costs = piper.profile(work, strategy, rows=[4], repeats=2, pool=nccl_pool)
     assert costs.origin is not None and costs.origin.backend == "nccl by sockets" and costs.origin.ranks == 2
-    assert {(c.op, c.group) for c in costs.comm} == {("p2p", 2), ("all_reduce", 2)}
-    for op in ("p2p", "all_reduce"):
+    assert {(c.op, c.group) for c in costs.comm} == {(op, 2) for op in ("p2p", *COLLECTIVES)}
+    for op in ("p2p", "all_reduce", "all_gather", "reduce_scatter"):
         taken = {c.bytes: c.duration.seconds for c in costs.comm if c.op == op}
         assert all(s > 0 for s in taken.values()) and taken[max(taken)] > 2 * taken[min(taken)]
     cluster = product_cluster(costs.origin.device, 2)

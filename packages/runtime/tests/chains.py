@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from packages.runtime.tests.handmade import CODE, Reference, chain_job, chain_program, masked_loss, mean_loss
@@ -17,14 +18,15 @@ TOLERANCE = 1e-12
 
 def chain(
     layers: int = 3, *, pp: int = 2, dp: int = 1, microbatches: int = 4, schedule: str = "one_f_one_b", rows: int = 2,
-    tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, **fields: Any,
+    tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, sharing: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> tuple[Plan, Job]:  # fmt: skip
-    """A plan and its job. `fields` go to the job."""
+    """A plan and its job. `sharing` says what replicas share, `fields` go to the job."""
     loss = masked_loss if masked else mean_loss
     job = chain_job(layers, rows * microbatches * dp, tied=tied, drop=drop, **{"loss": loss, **fields})
     program = chain_program(layers, tied=tied, drop=drop, masked=masked)
     cut = getattr(recipes, schedule)(pp=pp, microbatches=microbatches) if pp > 1 else (split(where(), microbatches=microbatches),)
-    directives = (*cut, *(recipes.data_parallel() if dp > 1 else ()))
+    directives = (*cut, *(recipes.data_parallel(**sharing or {}) if dp > 1 else ()))
     spec = optimizer_spec(job, program.params)
     training = Training(spec.group_of, spec.state_bytes, job.clip_norm)
     strategy = Strategy(Mesh(pp=pp, dp=dp), directives)
