@@ -120,7 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_any_order_of_the_devices_gives_the_numbers_of_one_device(case: dict[str, Any]) -> None:
     plan, job = chain(**case)
-    for seed in range(12):
+    for seed in range(4 if "sharing" in case else 12):  # it has four ranks
         assert distance(on_machine(plan, job, seed), plan, job) < TOLERANCE, f"seed {seed}"
 
 
