@@ -17,7 +17,7 @@ from packages.runtime.tests.instants import descendants, pids_alive
 from packages.runtime.tests.kills import Kill, Killer, random_kills, read_all
 from piper_ir.errors import PiperWarning
 from piper_runtime import Checkpoints, Run, execute
-from piper_runtime.launch import Restart
+from piper_runtime.launch import Pool, Restart
 
 TOLERANCE = 1e-9
 PLANS = {
@@ -41,6 +41,8 @@ def survives(kills: list[Kill], ranks: int, steps: int, tmp_path: Path, monkeypa
     """Run with these kills, and check what holds for every run; `fewer` gives the next number of ranks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
+    with Pool(1) as first:  # the process that forks workers stays for the next run
+        first.start()
     saved, before = tmp_path / "saved", descendants(os.getpid())
     plan, job = chain(**PLANS[ranks], optimizer=adamw)
     killer = Killer(tmp_path / "kills", kills, of.pop("pause_s", 0.0))

@@ -34,6 +34,8 @@ worker turns it on.
 """
 _AT_IMPORT = ("CUDA", "GOMP", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "PYTHON", "PYTORCH", "TORCH", "TZ")
 """The beginnings of environment variables that Python and torch's libraries read when they are loaded."""
+_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+"""The variables among them that a worker can take over: the second is set by torch itself in the middle of a run."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
     """
     global _server
     path = [p or os.getcwd() for p in sys.path]
-    read_early = {n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n != "PYTHONPATH"}
+    read_early = {n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n not in _LATER}
     surroundings = Surroundings.of_now(environment | {"PYTHONPATH": os.pathsep.join(path)}, path)
     with _lock:
         _following[:] = [process for process in _following if process.poll() is None]
