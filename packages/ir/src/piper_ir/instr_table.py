@@ -344,7 +344,8 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
         return any(program is mine for mine in self._programs)
 
     @cached_property
-    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
+    def as_dict(self) -> dict[str, tuple[TensorSpec, Category]]:
+        """Return the map as a dict, which must not be changed."""
         out: dict[str, tuple[TensorSpec, Category]] = {}
         with no_garbage_collection():
             for program in self._programs:
@@ -355,20 +356,20 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
     def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
         values = self._programs[0].values  # which all programs share
         number = values.known.get(id)
-        return self._all[id] if number is None else values.kinds[number // values.count]
+        return self.as_dict[id] if number is None else values.kinds[number // values.count]
 
     def __contains__(self, id: object) -> bool:
-        return id in self._all
+        return id in self.as_dict
 
     def items(self) -> ItemsView[str, tuple[TensorSpec, Category]]:
         """Return ids with their sizes and categories."""
-        return self._all.items()
+        return self.as_dict.items()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
+        return iter(self.as_dict)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self.as_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TableKinds, (self._programs,)
