@@ -373,13 +373,13 @@ class _Engine:
         seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
         return seconds, [None if g < 0 else self.flows[g] for g in own], [None if g < 0 else self.meetings[g] for g in own]
 
-    def needs(self, nodes: Sequence[int]) -> list[list[_Need]]:
+    def needs(self, nodes: Sequence[int]) -> list[tuple[_Need, ...]]:
         """Return what each node of a stream needs."""
         prepared = self.prepared
         before = after_updates(prepared).get(nodes[0])
-        out: list[list[_Need]] = [[self._need(w, self.place[w]) for w in prepared.waits[node]] for node in nodes]
+        out = [tuple([self._need(w, self.place[w]) for w in prepared.waits[node]]) for node in nodes]
         if before is not None:  # the last that is computed in the step before
-            out[0].append(self._need(before, 0))
+            out[0] += (self._need(before, 0),)
         return out
 
     def _need(self, node: int, place: int) -> _Need:
