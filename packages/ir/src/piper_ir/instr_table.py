@@ -343,9 +343,8 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
         """Return whether this map belongs to a program."""
         return any(program is mine for mine in self._programs)
 
-    @cached_property
     def as_dict(self) -> dict[str, tuple[TensorSpec, Category]]:
-        """Return the map as a dict, which must not be changed."""
+        """Return the map as a new dict, which is large."""
         out: dict[str, tuple[TensorSpec, Category]] = {}
         with no_garbage_collection():
             for program in self._programs:
@@ -353,23 +352,27 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
                 out.update({names[v]: kinds[v // count] for v in program.written()})
         return out
 
+    @cached_property
+    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
+        return self.as_dict()
+
     def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
         values = self._programs[0].values  # which all programs share
         number = values.known.get(id)
-        return self.as_dict[id] if number is None else values.kinds[number // values.count]
+        return self._all[id] if number is None else values.kinds[number // values.count]
 
     def __contains__(self, id: object) -> bool:
-        return id in self.as_dict
+        return id in self._all
 
     def items(self) -> ItemsView[str, tuple[TensorSpec, Category]]:
         """Return ids with their sizes and categories."""
-        return self.as_dict.items()
+        return self._all.items()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.as_dict)
+        return iter(self._all)
 
     def __len__(self) -> int:
-        return len(self.as_dict)
+        return len(self._all)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TableKinds, (self._programs,)

@@ -88,7 +88,7 @@ class Findings:
         """Return the spec and category of every value, as a dict, which is the fastest to ask."""
         if self._kinds is None:
             kinds = self.plan.kinds
-            self._kinds = kinds.as_dict if isinstance(kinds, TableKinds) else dict(kinds.items())
+            self._kinds = kinds.as_dict() if isinstance(kinds, TableKinds) else dict(kinds.items())
         return self._kinds
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:

@@ -44,7 +44,7 @@ def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
         for value, life in lives[role.role].items():
             if life.writes:
                 _check_writers(findings, role, value, life, home)
-    for value in findings.plan.values:
+    for value in findings.kinds:
         if value not in home:
             findings.add("R11-written-once", f"nothing writes {value}")
     for role in findings.plan.roles:

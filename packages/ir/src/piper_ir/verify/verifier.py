@@ -77,6 +77,7 @@ def _check_use(findings: Findings) -> None:
         check_reductions(findings, orders)
     if not findings.violations:
         check_sharded_use(findings, orders)
+    orders.clear()  # they are large
     if not findings.violations:
         check_dataflow(findings, events, order)
 

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, repeat
 
 from simpy import Environment, Event
@@ -23,7 +22,8 @@ from simpy.events import Timeout
 
 from piper_ir.steady_state import host_seconds, later_half, steady
 from piper_ir.timing import Prepared, Times, after_updates
-from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
+from piper_simulator.contention.rates import Flow
+from piper_simulator.times.shared_activities import SharedActivities
 
 
 def run_engine(
@@ -47,6 +47,7 @@ def run_engine(
     engine.start()
     engine.env.run()
     engine.finish()
+    engine.drop()
     return times
 
 
@@ -68,6 +69,7 @@ def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow]
         ends = _StepEnds(engine.env, len(prepared.streams), steps, host)
         engine.start(ends)
         engine.env.run(until=ends.known)
+        engine.drop()
         if ends.period_s is not None:
             return ends.period_s
     return later_half(ends.counted if len(ends.counted) > steps // 2 else ends.rows, host)
@@ -173,47 +175,6 @@ class _Meeting:
         gate, self.gate, self.came, self.start = self.gate, None, 0, start
         if gate is not None:
             gate.succeed()
-
-
-class _Shared:
-    """Run activities at the rates of a pool.
-
-    A timer whose activity became slower looks again at its new end; a timer after which a nearer one was set does
-    nothing.
-    """
-
-    def __init__(self, env: Environment, roles: int) -> None:
-        self.env = env
-        self.pool = SharedPool(roles, self._sooner)
-        self.ends: dict[Activity, tuple[Callable[[Event], None], int]] = {}
-
-    def begin(self, role: int, seconds: float, flow: Flow | None, ended: Callable[[Event], None]) -> None:
-        """Begin a message, or compute of a role, now; `ended` is called at its end."""
-        now, pool = self.env.now, self.pool
-        activity = pool.compute(role, seconds, now) if flow is None else pool.message(flow, now)
-        self.ends[activity] = ended, role
-        self._look(activity, activity.left / activity.rate)
-
-    def _look(self, activity: Activity, after: float) -> None:
-        activity.look = activity.end
-        timer = Timeout(self.env, after)
-        timer.callbacks.append(partial(self._due, activity, activity.look))
-
-    def _sooner(self, activity: Activity) -> None:
-        self._look(activity, activity.end - self.env.now)
-
-    def _due(self, activity: Activity, at: float, timer: Event) -> None:
-        if activity.look != at or activity not in self.ends:
-            return
-        if activity.end > at:
-            self._look(activity, activity.end - self.env.now)
-            return
-        ended, role = self.ends.pop(activity)
-        if isinstance(activity, RunningMessage):
-            self.pool.arrived(activity, self.env.now)
-        else:
-            self.pool.computed(role)
-        ended(timer)
 
 
 _Need = tuple[_Counter, int, int]
@@ -340,8 +301,9 @@ class _Engine:
         self.env = Environment()
         self.prepared, self.durations, self.latency, self.steps, self.times = prepared, durations, latency, steps, times
         self.flows: Sequence[Flow | None] = [None] * len(prepared.groups) if flows is None else flows
-        self.shared = None if flows is None else _Shared(self.env, len(prepared.roles))
+        self.shared = None if flows is None else SharedActivities(self.env, len(prepared.roles))
         self.ends: _StepEnds | None = None
+        self.streams: list[_Stream] = []
         self.counters = [_Counter() for _ in prepared.streams]
         roles = range(len(prepared.roles) if issue else 0)
         self.issued = [array("d", accumulate(repeat(issue, self.instructions(r) * steps))) for r in roles]
@@ -355,8 +317,15 @@ class _Engine:
     def start(self, ends: _StepEnds | None = None) -> None:
         """Let all streams go, in plan order."""
         self.ends = ends
-        for stream in [_Stream(self, s) for s in range(len(self.counters))]:
+        self.streams = [_Stream(self, s) for s in range(len(self.counters))]
+        for stream in self.streams:
             stream.go()
+
+    def drop(self) -> None:
+        """Let go of what is large: events that are left hold the streams, which hold each other."""
+        for stream in self.streams:
+            stream.table = []
+        self.streams, self.counters, self.meetings, self.place = [], [], [], []
 
     def instructions(self, r: int) -> int:
         """Return how many instructions a role has."""
