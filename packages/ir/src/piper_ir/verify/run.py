@@ -60,8 +60,10 @@ def meetings(findings: Findings) -> list[list[int]]:
     for number, (role, index, instr) in enumerate(findings.plan.instructions()):
         op = instr.parts[0].op
         if isinstance(op, COMM):
-            uses[op.channel][role.role].append(number)
-            placed[number] = role, index, instr.parts[0]
+            sides_of = uses[op.channel]
+            sides_of[role.role].append(number)
+            if len(sides_of) > 1:
+                placed[number] = role, index, instr.parts[0]
     all_meetings: list[list[int]] = []
     for channel in findings.plan.channels:
         sides = list(uses[channel.id].values())

@@ -185,8 +185,8 @@ class _Stream:
     """Run the instructions of one stream of a role, one after the other.
 
     Attributes:
-        table: for each instruction its node, the number of its issue by the host, what it needs, its duration, its load
-            on links, and its group's meeting.
+        nodes: by instruction its node; likewise `needs`, `seconds` (its duration), `flows` (its load on links) and
+            `meetings` (its group's).
         done: counts what waiters have seen done.
         at: the index of the instruction that is next or runs, in step `step`.
         began: when it began.
@@ -194,12 +194,12 @@ class _Stream:
 
     def __init__(self, engine: _Engine, index: int) -> None:
         self.engine, self.index, self.env = engine, index, engine.env
-        nodes = engine.prepared.streams[index]
+        nodes = self.nodes = engine.prepared.streams[index]
         self.role = engine.role_of(nodes[0])
         self.issued, self.size = engine.issued[self.role] if engine.issued else None, engine.instructions(self.role)
-        first = engine.prepared.offsets[self.role]
-        issues = [node - first for node in nodes]
-        self.table = list(zip(nodes, issues, engine.needs(nodes), *engine.work(nodes)))
+        self.first = engine.prepared.offsets[self.role]
+        self.needs = engine.needs(nodes)
+        self.seconds, self.flows, self.meetings = engine.work(nodes)
         self.done = engine.counters[index]
         self.at = self.step = 0
         self.began = 0.0
@@ -207,15 +207,14 @@ class _Stream:
 
     def go(self, _: Event | None = None) -> None:
         """Go on until something must be waited for, which then calls this again."""
-        while self.at < len(self.table) or self._next_step():
-            node, issue, needs, duration, flow, meeting = self.table[self.at]
-            ready = 0.0
+        while self.at < len(self.nodes) or self._next_step():
+            at, node, ready = self.at, self.nodes[self.at], 0.0
             if self.issued is not None:
-                ready = self.issued[issue + self.step * self.size]
+                ready = self.issued[node - self.first + self.step * self.size]
                 if ready > self.env.now:
                     self._wait_until(ready)
                     return
-            for counter, k, per_step in needs:
+            for counter, k, per_step in self.needs[at]:
                 if target := k + self.step * per_step:
                     if len(counter.at) < target:
                         counter.wake(target, self.env, self.go)
@@ -223,6 +222,7 @@ class _Stream:
                     ready = max(ready, counter.at[target - 1])
             if self.times is not None:
                 self.times.ready[node] = ready
+            meeting, duration = self.meetings[at], self.seconds[at]
             if meeting is not None and (gate := meeting.come()) is not None:
                 gate.callbacks.append(self._met)
                 return
@@ -233,7 +233,7 @@ class _Stream:
                 Timeout(self.env, duration).callbacks.append(self._ended)
                 return
             else:
-                self.engine.shared.begin(self.role, duration, flow, self._ended)
+                self.engine.shared.begin(self.role, duration, self.flows[at], self._ended)
                 return
 
     def _next_step(self) -> bool:
@@ -255,14 +255,14 @@ class _Stream:
 
     def _end(self) -> None:
         """End an instruction that this stream has run."""
-        meeting = self.table[self.at][-1]
+        meeting = self.meetings[self.at]
         if meeting is not None:
             meeting.end(self.began)
         self._leave(meeting)
 
     def _met(self, _: Event) -> None:
         """End an instruction that another member of its group has run."""
-        meeting = self.table[self.at][-1]
+        meeting = self.meetings[self.at]
         assert meeting is not None, "only groups have a gate"
         self.began = meeting.start
         self._leave(meeting)
@@ -272,7 +272,7 @@ class _Stream:
         """Leave the stream to the next instruction; a transfer arrives later."""
         now, engine = self.env.now, self.engine
         if self.times is not None:
-            node = self.table[self.at][0]
+            node = self.nodes[self.at]
             self.times.start[node], self.times.end[node] = self.began, now
         if meeting is not None and meeting.p2p and engine.latency:
             self.done.depart(self.env, engine.latency)
@@ -281,7 +281,7 @@ class _Stream:
         else:
             self.done.count(now)
         self.at += 1
-        if engine.ends is not None and self.at == len(self.table):
+        if engine.ends is not None and self.at == len(self.nodes):
             engine.ends.ended(self.index, self.step)
 
 
@@ -309,7 +309,7 @@ class _Engine:
         self.issued = [array("d", accumulate(repeat(issue, self.instructions(r) * steps))) for r in roles]
         groups = zip(prepared.groups, prepared.p2p)
         self.meetings = [_Meeting(self.env, len(g), p2p) if len(g) > 1 else None for g, p2p in groups]
-        self.place = [0] * len(prepared)  # of a node on its stream, counted from 1
+        self.place = array("q", [0]) * len(prepared)  # of a node on its stream, counted from 1
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
                 self.place[node] = k
@@ -324,8 +324,8 @@ class _Engine:
     def drop(self) -> None:
         """Let go of what is large: events that are left hold the streams, which hold each other."""
         for stream in self.streams:
-            stream.table = []
-        self.streams, self.counters, self.meetings, self.place = [], [], [], []
+            stream.needs, stream.seconds, stream.flows, stream.meetings = [], [], [], []
+        self.streams, self.counters, self.meetings, self.place = [], [], [], array("q")
 
     def instructions(self, r: int) -> int:
         """Return how many instructions a role has."""
