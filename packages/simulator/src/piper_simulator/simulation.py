@@ -22,7 +22,7 @@ from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import model_for
-from piper_simulator.durations.cost_model import CostModelFactory, Work
+from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import footprint
@@ -205,7 +205,7 @@ def _simulate(
     parts = split(plan, target, shared=contention and contention_applies(plan, target))
     costing = model_for(parts.plan, target, costs, model)
     prepared = prepare(parts.plan)
-    work = [costing.work(role, instr) for role, _, instr in parts.plan.instructions()]
+    work = [found for role in parts.plan.roles for found in work_of(costing, role)]
     flows = shared_flows(parts.plan, target, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
     step_s = timed.first.makespan
