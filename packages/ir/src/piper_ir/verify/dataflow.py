@@ -92,7 +92,7 @@ class _Dataflow:
         self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
 
     def communicate(self, parts: Mapping[str, Part]) -> None:
-        """Follow the values of a meeting on a channel, by role: of a send and its receive, or of a collective's members."""
+        """Follow the values of a meeting on a channel, by role: of a send and its receive, or of a collective."""
         op = next(iter(parts.values())).op
         if isinstance(op, Collective):
             if op.bucket:

@@ -26,8 +26,8 @@ _Blocked = tuple[int, int, str]
 class Events:
     """Number the events of a plan: instructions that meet on a channel are one event, all others one each.
 
-    `instrs` are the instructions, numbered through all roles, and `at[i]` is the place of number i. `members[e]` are the
-    numbers of event e.
+    `instrs` are the instructions, numbered through all roles, and `at[i]` is the place of number i. `members[e]` are
+    the numbers of event e.
     """
 
     def __init__(self, plan: Plan, meetings: list[list[int]]) -> None:
