@@ -144,9 +144,12 @@ def test_tokens_that_do_not_divide_are_named() -> None:
         shared_jobs.compiled("llama", Mesh(tp=3), [], stream="tokens")
 
 
-def test_an_opaque_region_is_named() -> None:
-    with pytest.raises(DirectiveError, match="chunk 'layer0_opaque1' has an opaque region"):
-        shared_jobs.compiled("opaque", Mesh(tp=2), [])
+def test_an_opaque_region_is_computed_whole() -> None:
+    """With shared tokens it would lack some of them, and says so."""
+    made = shared_jobs.compiled("opaque", Mesh(tp=2), [])
+    shared_jobs.assert_equal("opaque", made, shared_jobs.run(made))
+    with pytest.raises(DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"):
+        shared_jobs.compiled("opaque", Mesh(tp=2), [], stream="tokens")
 
 
 def test_a_program_without_code_is_refused() -> None:
