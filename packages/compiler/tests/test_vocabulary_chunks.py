@@ -12,9 +12,9 @@ from torch import Tensor
 
 from packages.compiler.tests.joint_harness import Case
 from packages.compiler.tests.lockstep import judge, shared_of
-from piper_compiler.capture.layouts import Agreed
+from piper_compiler.capture.layouts import Agreed, conversions
 from piper_compiler.capture.layouts.decide import SUM
-from piper_ops import collectives, vocabulary
+from piper_ops import all_gather, vocabulary
 from piper_ops.library import OP_KERNELS
 
 ROWS, TOKENS, WIDTH, VOCABULARY, IGNORED = 2, 8, 6, 24, 5
@@ -114,7 +114,7 @@ def test_two_numbers_per_token_are_all_that_a_loss_sends(degree: Any) -> None:
     """Also where the axis is split, for heads of keys that are fewer than devices."""
     found = judge(head("mean", False), degree)
     assert found.error < EXACT and found.forward == {"all_gather": 1}
-    (sent,) = [n for n in found.shared.joint.graph.nodes if n.target is collectives.all_gather]
+    (sent,) = [n for n in found.shared.joint.graph.nodes if n.target is all_gather]
     assert sent.meta["val"].shape == (2 if degree == 2 else 4, vocabulary.STATISTICS, ROWS * TOKENS)
     names = [axis.name for axis in found.shared.axes]
     assert [(p.axis, p.dim, p.outer) for p in found.shared.layout_of(2)] == [(name, 0, 1) for name in names]
@@ -145,6 +145,12 @@ def test_parameters_stay_whole_and_gradients_are_sums_where_other_chunks_need_it
     terms = judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places))
     assert (alone.shared.grads[2], terms.shared.grads[2]) == ((None,), (SUM,))
     assert max(alone.error, terms.error) < EXACT
+
+
+def test_terms_of_all_devices_at_once_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversions, "_first", lambda emit, source, axis: source)
+    places = frozenset({2})
+    assert judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places)).error > 0.5
 
 
 def no_mask(weight: Tensor, indices: Tensor, place: Any, degree: Any, rest: Any) -> Tensor:

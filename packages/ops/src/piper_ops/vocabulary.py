@@ -1,8 +1,8 @@
 """Define ops on one device's part of a vocabulary: of an embedding's rows, or of the classes of a cross-entropy.
 
-Devices share a dimension of the vocabulary's size along one or more axes. Along each it is [outer, degree, rest], as the
-axes before have left it, and the device at `place` has [outer, place, rest]. So `place`, `degree` and `rest` have one
-number for each axis, and say of each number of the whole vocabulary which device has it, and where.
+Devices share a dimension of the vocabulary's size along one or more axes. Along each it is [outer, degree, rest], as
+the axes before have left it, and the device at `place` has [outer, place, rest]. So `place`, `degree` and `rest` have
+one number for each axis, and say of each number of the whole vocabulary which device has it, and where.
 
 An embedding's part gives zeros where another device has the row; what all devices give adds up to the whole result. A
 cross-entropy needs two numbers per token from each device, its logsumexp and the target's logit, or 0 where another
@@ -221,7 +221,7 @@ cross_entropy_part = define(
     _part_fake,
     _part_kernel,
 )
-"""An op that takes a device's logits (N, C), and returns (2, N) numbers for `cross_entropy_joined`, in float32 or wider."""
+"""An op that takes a device's logits (N, C), and returns (2, N) in float32 or wider, for `cross_entropy_joined`."""
 
 cross_entropy_joined = define(
     "cross_entropy_joined",

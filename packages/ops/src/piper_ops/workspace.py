@@ -109,13 +109,13 @@ def _cross_entropy_dgrad(call: Call) -> Workspace:
 
 
 def _cross_entropy_part(call: Call) -> Workspace:
-    """Count a slice of powers and their largest logits. What is held per token before is less, of 20 classes and more."""
+    """Count a slice of powers and their largest logits; what is held per token before is less, from 20 classes on."""
     logits = call.tensor("logits")
     return _in_slices(logits, 0, accumulate_dtype(logits.dtype).itemsize * (logits.shape[1] + 1))
 
 
 def _cross_entropy_part_dgrad(call: Call) -> Workspace:
-    """Count per row its scale, the place of its target and what is subtracted there; in half precision a slice of powers."""
+    """Count per row its scale, its target's place and what is subtracted there; in half precision a slice of powers."""
     logits = call.tensor("logits")
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
@@ -123,7 +123,7 @@ def _cross_entropy_part_dgrad(call: Call) -> Workspace:
 
 
 def _cross_entropy_joined(call: Call) -> Workspace:
-    """Count two numbers per token beside the logsumexp, and which targets count; of one number there is the loss itself."""
+    """Count two numbers per token beside the logsumexp, and which targets count; one is the loss for "none"."""
     statistics = call.tensor("statistics")
     tokens, item = statistics.shape[-1], statistics.element_size()
     if call.args["reduction"] == "none":

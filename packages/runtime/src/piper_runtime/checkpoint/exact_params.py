@@ -12,6 +12,7 @@ import torch
 
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.rank_tensors import saved_dtypes, saved_portion
+from piper_runtime.rank.layouts import own_parts
 from piper_runtime.rank.rank_state import RankState
 
 
@@ -20,11 +21,12 @@ def keep_exact(rank: RankState, given: Mapping[str, torch.Tensor], *, share: boo
 
     Where its state is about to be `restored`, there is only memory for them.
     """
+    own = own_parts(rank.plan, rank.rank, given)
     portion = saved_portion(rank.plan, rank.rank).params if share else None
     for name, dtype in narrowed(rank.plan).items():
         tensor = rank.store.params.get(name)
         if tensor is not None and (portion is None or name in portion):
-            exact = torch.empty(tensor.shape, dtype=dtype) if restored else given[name].detach()
+            exact = torch.empty(tensor.shape, dtype=dtype) if restored else own[name].detach()
             rank.store.exact[name] = exact.contiguous()
 
 

@@ -144,9 +144,14 @@ class RankState:
         return out
 
     @cached_property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that parameters have on this rank."""
+        return {p.name: tuple(bind(d, 0) for d in p.spec.shape) for p in self.plan.params}
+
+    @cached_property
     def place_of(self) -> dict[str, PlaceInBucket]:
         """Return where each parameter stands in its bucket."""
-        specs = {p.name: tuple(bind(d, 0) for d in p.spec.shape) for p in self.plan.params}
+        specs = self.own_shapes
         return {
             name: PlaceInBucket(b.id, specs[name], torch.empty(specs[name], device="meta").stride(), offset)
             for b in self.store.buckets

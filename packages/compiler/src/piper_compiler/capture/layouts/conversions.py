@@ -21,7 +21,7 @@ from piper_compiler.capture.layouts.decide import SUM, Along, Axis
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index
 from piper_ir.mesh import whole_axis
-from piper_ops import collectives
+from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 aten = torch.ops.aten
 Dims = Sequence[tuple[Index, ...]]
@@ -83,7 +83,7 @@ def _converted(
         case None, Index():
             return _own(emit, source, place_in(dims, then, others), axis)
         case _, None if now is SUM:
-            return emit.call(collectives.all_reduce, source, axis.name, axis.degree)
+            return emit.call(all_reduce, source, axis.name, axis.degree)
         case _, Index() if now is SUM:
             return _scatter(emit, source, place_in(dims, then, others), axis)
         case Index(), Index():
@@ -106,18 +106,18 @@ def place_in(dims: Dims, index: Index, others: set[Index]) -> Place:
 
 
 def _gather(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
-    stacked = emit.call(collectives.all_gather, _dense(emit, source), axis.name, axis.degree)
+    stacked = emit.call(all_gather, _dense(emit, source), axis.name, axis.degree)
     return _merged(emit, stacked, place)
 
 
 def _scatter(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
-    mine = emit.call(collectives.reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
+    mine = emit.call(reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
     return mine
 
 
 def _exchange(emit: Emitter, source: fx.Node, now: Place, then: Place, axis: Axis) -> fx.Node:
     stacked = _stacked(emit, source, then, axis.degree)
-    return _merged(emit, emit.call(collectives.all_to_all, stacked, axis.name, axis.degree), now)
+    return _merged(emit, emit.call(all_to_all, stacked, axis.name, axis.degree), now)
 
 
 def _own(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
@@ -185,7 +185,7 @@ def _dense(emit: Emitter, source: fx.Node) -> fx.Node:
 def own_what_is_spoiled(emit: Emitter) -> None:
     """Copy what a reduce-scatter is given where something else reads it too: it is undefined afterwards."""
     for node in list(emit.graph.nodes):
-        if node.target is collectives.reduce_scatter and _has_other_users(node.args[0]):
+        if node.target is reduce_scatter and _has_other_users(node.args[0]):
             with emit.graph.inserting_before(node), emit.like(node, "backward" in str(node.meta["partitioner_tag"])):
                 copy = emit.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
             node.args = (copy, *node.args[1:])

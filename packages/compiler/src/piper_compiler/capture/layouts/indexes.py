@@ -17,7 +17,7 @@ from math import prod
 from torch import Tensor, fx
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall, Rewrite
+from piper_compiler.capture.layouts.loops import At, Inner, LoopRewrite, Loops, Nest, OpCall
 from piper_compiler.capture.layouts.rules import loops_of
 from piper_compiler.capture.stepgraph import Joint
 
@@ -71,7 +71,7 @@ class OpIndexes:
         lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
         return has if not lack or index in self.summed else None
 
-    def rewrite(self, index: Index) -> Rewrite | None:
+    def rewrite(self, index: Index) -> LoopRewrite | None:
         """Return how other ops compute the op in parts of an index, if they can."""
         at = self.rewritten.get(index)
         return None if at is None or index in self.whole else self.loops.rewrites[at]

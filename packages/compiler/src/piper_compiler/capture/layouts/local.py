@@ -20,7 +20,7 @@ from piper_compiler.capture.layouts.conversions import convert, joined_axis, joi
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
-from piper_compiler.capture.layouts.loops import Place
+from piper_compiler.capture.layouts.loops import LoopPlace
 from piper_compiler.capture.layouts.reasons import reason, title
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
@@ -173,7 +173,7 @@ class _Builder:
         with self._emit.like(node, node in self._backward, f"in {title(node)}"):
             return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
 
-    def _places(self, op: OpIndexes, indexes: Sequence[Index | None]) -> Iterator[Place]:
+    def _places(self, op: OpIndexes, indexes: Sequence[Index | None]) -> Iterator[LoopPlace]:
         """Yield which steps of the indexes a device takes along each axis, or along all into which one is split."""
         done: set[Index] = set()
         whole, number = [None] * len(indexes), 0
@@ -185,7 +185,7 @@ class _Builder:
                 axis = joined_axis(self._axes, number, last)
                 done.update(i for i in indexes[number:last] if i is not None)
                 rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
-                yield Place(axis.name, axis.degree, rest)
+                yield LoopPlace(axis.name, axis.degree, rest)
             number = last
 
     def _result(self, node: fx.Node) -> fx.Node:

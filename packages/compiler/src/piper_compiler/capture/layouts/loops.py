@@ -145,7 +145,7 @@ def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LoopPlace:
     """Say which steps of a loop a device takes along an axis: of [outer, degree, rest] those of [outer, place, rest].
 
     Where a loop is shared along several axes, the places come in their order, each of what the ones before have left.
@@ -156,12 +156,12 @@ class Place:
     rest: int
 
 
-Emit = Callable[["Emitter", Mapping[str, Any], Sequence[Place]], Sequence[fx.Node]]
+Emit = Callable[["Emitter", Mapping[str, Any], Sequence[LoopPlace]], Sequence[fx.Node]]
 """A function that adds nodes and returns those of the results, given a device's arguments and which steps it takes."""
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class LoopRewrite:
     """Say how to compute an op in parts of a loop by other ops, where it cannot be by itself.
 
     Attributes:
@@ -192,7 +192,7 @@ class Loops:
     whole: frozenset[At | Inner] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize = field(default=unchanged, compare=False)
-    rewrites: Mapping[At, Rewrite] = field(default_factory=dict)
+    rewrites: Mapping[At, LoopRewrite] = field(default_factory=dict)
 
 
 def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
