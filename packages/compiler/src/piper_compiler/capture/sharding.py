@@ -26,17 +26,18 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
         return captured
     found = captured.shared.get(asked)
     if found is None:
-        split = tuple(_split(captured, one) for one in asked)
+        split = _split(captured, asked)
         found = captured.shared[asked] = _Shared(captured, split).captured()
     return found
 
 
-def _split(captured: Captured, asked: Sharding) -> Sharding:
-    """Return how the devices of an axis share all chunks, with the degrees into which it must be split for them."""
+def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
+    """Return how the devices of axes share all chunks, with the degrees into which each must be split for them."""
     codes = dict.fromkeys(c.code for c in captured.program.chunks if not c.opaque)
     joints = [captured.code.joint(code, TRACE_ROWS[0][0]) for code in codes]
-    degrees = common_degrees([split_degrees(j, asked.degree, stream=bool(asked.stream)) for j in joints])
-    return replace(asked, split=degrees) if len(degrees) > 1 else asked
+    each = [split_degrees(joint, asked) for joint in joints]
+    degrees = [common_degrees([found[number] for found in each]) for number in range(len(asked))]
+    return tuple(replace(one, split=found) if len(found) > 1 else one for one, found in zip(asked, degrees, strict=True))
 
 
 class _Shared:

@@ -26,6 +26,7 @@ from piper_ir.mesh import AXES, Mesh
 from piper_ir.select import Where
 
 STREAMS = ("", "tokens")
+TOKENS = "tokens"
 
 
 @directive
@@ -44,9 +45,10 @@ class Shard:
 
     selection: Where
     over: str = "tp"
-    index: tuple[str, ...] = ()
+    index: str | tuple[str, ...] = ()
     stream: str = ""
     keep: bool = False
+    attention: str = "heads"
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
@@ -70,4 +72,8 @@ class Shard:
 def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding, ...]:
     """Return how devices are asked to share chunks, for the axes with more than one device."""
     asked = [d for d in directives if isinstance(d, Shard)]
-    return tuple(Sharding(d.over, mesh.size(d.over), d.index, d.stream, d.keep) for d in asked if mesh.size(d.over) > 1)
+    return tuple(
+        Sharding(d.over, mesh.size(d.over), (), d.stream, d.keep, context=d.index in (TOKENS, (TOKENS,)))
+        for d in asked
+        if mesh.size(d.over) > 1
+    )

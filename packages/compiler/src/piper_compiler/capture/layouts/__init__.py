@@ -36,7 +36,7 @@ class Agreed:
 
 def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed()) -> Sharded:
     """Return the graph of one of the devices that share a chunk."""
-    (only,) = shardings
-    found = share(joint, only.over, only.split or (only.degree,), stream=only.stream == "tokens", kept=agreed.whole)
-    made = sharded(found.joint, found.indexes, found.axes, keep=only.keep, terms=agreed.terms)
+    found = share(joint, shardings, agreed.whole)
+    keep = any(s.keep for s in shardings)
+    made = sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
     return replace(made, unshared=found.unshared)
