@@ -73,7 +73,9 @@ def test_mistakes_are_one_message(tmp_path: Path) -> None:
     fails(piper(*run, "--on-loss", "wait", "--restarts", 1), "--on-loss wait")
     fails(piper(*run, "--launcher", "inline", "--snapshot", 1), "--snapshot needs the folder of the checkpoints")
     fails(piper(*run, "--launcher", "inline", "--spares", 1), "--spares 1", '"inline" runs on this machine')
-    fails(piper(*run, "--emulate", "h100x8", "--restarts", 1), "--emulate trains nothing: leave out")
+    for option in (("--restarts", 1), ("--on-loss", "replan"), ("--spares", 1)):
+        fails(piper(*run, "--emulate", "h100x8", *option), "--emulate trains nothing: leave out", option[0])
+    fails(piper(*run, "--launcher", "inline", "--checkpoint", ""), "--checkpoint", "a folder is needed; the present one is .")
     path.with_name("failed").unlink(missing_ok=True)
     fails(piper(*run, "--launcher", "inline"), "the disk is away")
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/measured.json"))
@@ -85,6 +87,9 @@ def test_torchrun_is_told_to_start_ranks_again(tmp_path: Path) -> None:
     assert all("--max-restarts 3" in lines[name] for name in ("torchrun", "torchrun-nodes", "slurm"))
     assert "--max-restarts" not in lines["ray"] and all("--restarts 3" in line for line in lines.values())
     assert "--max-restarts" not in piper("launch", path).stdout
+    lines = json.loads(piper("launch", path, "--restarts", 3, "--on-loss", "replan", "--spares", 1, "--json").stdout)
+    with_loss = [name for name, line in lines.items() if "--on-loss replan --spares 1" in line]
+    assert with_loss == ["ray"], "torchrun starts as many ranks as before, and refuses them"
 
 
 RECIPE_OF_FOUR = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from piper_ir.errors import DirectiveError, PlanError
 from piper_ir.layout import DimPart
 from piper_ir.select import where
 from piper_ir.verify import verify
+from piper_runtime import Checkpoints
 from piper_runtime.launch.processes import Pool
 from tests import parity, shared_jobs
 from tests.test_memory_truth import lies
@@ -142,12 +144,44 @@ def test_tokens_that_do_not_divide_are_named() -> None:
         shared_jobs.compiled("llama", Mesh(tp=3), [], stream="tokens")
 
 
-def test_an_opaque_region_is_named() -> None:
-    with pytest.raises(DirectiveError, match="chunk 'layer0_opaque1' has an opaque region"):
-        shared_jobs.compiled("opaque", Mesh(tp=2), [])
+def test_an_opaque_region_is_computed_whole() -> None:
+    """With shared tokens it would lack some of them, and says so."""
+    made = shared_jobs.compiled("opaque", Mesh(tp=2), [])
+    shared_jobs.assert_equal("opaque", made, shared_jobs.run(made))
+    with pytest.raises(DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"):
+        shared_jobs.compiled("opaque", Mesh(tp=2), [], stream="tokens")
 
 
 def test_a_program_without_code_is_refused() -> None:
     program = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0)
     with pytest.raises(DirectiveError, match="the program has no code that could be rewritten"):
         piper.compile(program, Strategy(Mesh(tp=2), [piper.shard(where())]))
+
+
+SAVED: dict[str, tuple[Mesh, list[Any], str]] = {
+    "one device": (Mesh(), [], ""),
+    "tp2": (Mesh(tp=2), [], ""),
+    "tp4": (Mesh(tp=4), [], "tokens"),
+    "tp2 x dp2, zero 3": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=3)], "tokens"),
+}
+
+
+def saved_job(name: str) -> Any:
+    """How a strategy of `SAVED` is compiled; without shard for one device."""
+    mesh, directives, stream = SAVED[name]
+    if mesh.size("tp") == 1:
+        return piper.compile(shared_jobs.job("gpt"), Strategy(mesh, directives))
+    return shared_jobs.compiled("gpt", mesh, directives, stream=stream)
+
+
+def test_checkpoints_know_no_devices(tmp_path: Path) -> None:
+    """Fused weights too: each strategy goes on from the checkpoints of all others."""
+    plans = {name: saved_job(name) for name in SAVED}
+    whole = {n: shared_jobs.run(made, checkpoint=Checkpoints(tmp_path / n, every=2)) for n, made in plans.items()}
+    wanted = whole["one device"].state_dict()
+    for name, made in plans.items():
+        for other in SAVED:
+            found = shared_jobs.run(made, steps=1, resume=tmp_path / other / "step-00000002")
+            assert found.losses == pytest.approx(whole["one device"].losses[2:], rel=1e-9)
+            for key, tensor in found.state_dict().items():
+                assert (tensor - wanted[key]).norm() <= 1e-9 * wanted[key].norm(), f"{other} resumed as {name}: {key}"

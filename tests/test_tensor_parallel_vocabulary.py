@@ -42,7 +42,7 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(models.GPTBlock() for _ in range(2))
+        self.layers = nn.ModuleList(models.GPTBlock() for _ in range(1))
         self.norm, self.head = nn.LayerNorm(models.D), nn.Linear(models.D, models.D)
         for layer in self.layers:
             layer.norm2 = self.norm
@@ -77,8 +77,8 @@ CASES = {
 def job(name: str) -> Job:
     case = CASES[name]
     return Job(
-        lambda: case.model().double(), lambda step, rows: models.cast(case.batch(step, rows), torch.float64), case.loss, adamw,
-        global_batch=4, clip_norm=0.5, seed=3, precision=piper.Precision(params="float64"),
+        case.model, case.batch, case.loss, adamw, global_batch=4, clip_norm=0.5, seed=3,
+        precision=piper.Precision(params="float64"),
     )  # fmt: skip
 
 
@@ -86,14 +86,19 @@ def strategy(stream: str) -> Strategy:
     return Strategy(Mesh(tp=2), [piper.shard(piper.where(), stream=stream)])
 
 
-def trained(name: str, stream: str) -> tuple[Any, dict[str, str]]:
-    """A compiled job that was run and judged, and what stays whole in it, with why."""
+def trained(name: str, stream: str) -> Any:
+    """A compiled job that was run and judged."""
     made = piper.compile(job(name), strategy(stream))
     found = shared_jobs.run(made)
     parity.assert_parity(found, parity.reference(job(name), replicas=1, microbatches=1, head=made.plan.chunks[-1].id))
     assert not lies(made.plan, found.memory)
-    captured = capturing.shared_by(capturing.captured_job(job(name)), shardings_of(strategy(stream).directives, Mesh(tp=2)))
-    return made, dict(captured.unshared)
+    return made
+
+
+def unshared(name: str, stream: str) -> dict[str, str]:
+    """What stays whole in a job, with why."""
+    asked = shardings_of(strategy(stream).directives, Mesh(tp=2))
+    return dict(capturing.shared_by(capturing.captured_job(job(name)), asked).unshared)
 
 
 def layouts(made: Any) -> dict[str, Any]:
@@ -106,51 +111,54 @@ def counted(made: Any, chunk: int) -> dict[str, Counter[str]]:
     return {step: Counter(c.kind for c in sig.collectives) for step, sig in steps}
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_untied", "llama"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt_untied", marks=LONG), pytest.param("llama", marks=LONG)])
 def test_tables_and_heads_lie_in_parts_of_the_vocabulary(name: str) -> None:
     found = layouts(shared_jobs.compiled(name, Mesh(tp=2), [], stream="tokens"))
     tables = [p for p in found if p.split(".")[0] in ("tokens", "embed", "head")]
     assert tables and all(found[p] == (DimPart("tp", 0),) for p in tables)
 
 
-def test_what_the_vocabulary_sends() -> None:
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=LONG)])
+def test_what_the_vocabulary_sends(name: str) -> None:
     """The embedding's sum settles into tokens; the head gathers these once, and its gradient settles into them. The loss
     gathers two numbers per token; the table's gradient needs the tokens of what comes back."""
-    made = shared_jobs.compiled("llama", Mesh(tp=2), [], stream="tokens")
+    made = shared_jobs.compiled(name, Mesh(tp=2), [], stream="tokens")
     assert counted(made, 0) == {"F": Counter(reduce_scatter=1), "I": Counter(), "W": Counter(all_gather=1)}
     assert counted(made, -1) == {"F": Counter(all_gather=2), "I": Counter(reduce_scatter=1), "W": Counter(all_gather=1)}
     sent = [c for c in made.plan.chunks[-1].steps["F"].collectives if c.kind == "all_gather"]
     tokens = made.plan.rows * 8
     assert sorted(c.nbytes for c in sent) == [2 * 2 * tokens * 8, tokens * 32 * 8]
-    whole = shared_jobs.compiled("llama", Mesh(tp=2), [])
+    whole = shared_jobs.compiled(name, Mesh(tp=2), [])
     assert counted(whole, 0) == {"F": Counter(all_reduce=1), "I": Counter(), "W": Counter()}
     assert counted(whole, -1) == {"F": Counter(all_gather=1), "I": Counter(all_reduce=1), "W": Counter()}
 
 
+@LONG
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_vocabulary_that_does_not_divide_stays_whole(stream: str) -> None:
-    made, why = trained("odd", stream)
-    assert layouts(made)["embed.weight"] == ()
-    assert why["embed.weight:0"] == "2 devices cannot share 33 evenly; 3 can"
+    assert layouts(trained("odd", stream))["embed.weight"] == ()
+    assert unshared("odd", stream)["embed.weight:0"] == "2 devices cannot share 33 evenly; 3 can"
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("stream", [pytest.param("", marks=LONG), "tokens"])
 def test_a_tied_table_stays_whole_where_the_head_must_have_it_whole(stream: str) -> None:
-    made, why = trained("written_out", stream)
-    assert layouts(made)["embed.weight"] == ()
-    assert layouts(made)["position.weight"] == (DimPart("tp", 0),), "nothing else is whole for it"
-    assert why == {"embed.weight": "not all chunks that have it can share it alike: root, root.1"}
+    found = layouts(trained("written_out", stream))
+    assert found["embed.weight"] == ()
+    assert found["position.weight"] == (DimPart("tp", 0),), "nothing else is whole for it"
+    assert unshared("written_out", stream) == {"embed.weight": "not all chunks that have it can share it alike: root, root.1"}
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-def test_a_tied_parameter_whose_gradient_is_a_sum_in_one_chunk_is_one_in_all(stream: str) -> None:
-    made, why = trained("pooled", stream)
-    summed = {p.name: p.summed for p in made.plan.params}
-    assert summed["norm.weight" if "norm.weight" in summed else "layers.0.norm2.weight"] == ("tp",)
-    assert not why
+def test_a_tied_parameter_whose_gradient_is_a_sum_in_one_chunk_is_one_in_all() -> None:
+    """The layer's norm sees the tokens of one device, the head's the mean of all."""
+    summed = {p.name: p.summed for p in trained("pooled", "tokens").plan.params}
+    assert summed["layers.0.norm2.weight"] == ("tp",)
+    assert "norm.weight" not in summed, "it is the same parameter"
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("mesh", MESHES)

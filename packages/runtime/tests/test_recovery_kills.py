@@ -17,7 +17,7 @@ from packages.runtime.tests.instants import descendants, pids_alive, server_pid
 from packages.runtime.tests.kills import COPYING, Kill, Killer, random_kills, read_all
 from piper_ir.errors import PiperWarning
 from piper_runtime import Checkpoints, Run, execute
-from piper_runtime.launch import Restart
+from piper_runtime.launch import Pool, Restart
 from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
 
 TOLERANCE = 1e-9
@@ -42,6 +42,8 @@ def survives(kills: list[Kill], ranks: int, steps: int, tmp_path: Path, monkeypa
     """Run with these kills, and check what holds for every run; `fewer` gives the next number of ranks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
+    with Pool(1) as first:  # the process that forks workers stays for the next run
+        first.start()
     saved, before = tmp_path / "saved", descendants(os.getpid())
     kept = Checkpoints(saved, every=of.pop("every", 2), snapshot=of.pop("snapshot", None))
     plan, job = chain(**of.pop("fields", PLANS[ranks]), optimizer=adamw)

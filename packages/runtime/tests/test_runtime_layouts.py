@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from piper_ir.layout import DimPart, Layout, whole_shape
 from piper_ir.mesh import Mesh
+from piper_runtime.rank import materialize
 from piper_runtime.rank.layouts import OwnParts, part_of, whole_of
+from piper_runtime.weights import LazyTensors
+from tests.safetensors_writer import write_safetensors
+from tests.seeded_models import unusual_job
 
 MESH = Mesh(tp=2, cp=3, dp=2)
 
@@ -48,3 +55,32 @@ def test_parameters_are_taken_when_they_are_asked_for() -> None:
     own = OwnParts({"a": torch.arange(4.0), "b": torch.zeros(2)}, {"a": (DimPart("tp", 0),)}, Mesh(tp=2), 1)
     assert own["a"].tolist() == [2, 3] and own["b"].tolist() == [0, 0]
     assert list(own) == ["a", "b"] and len(own) == 2 and "c" not in own
+
+
+def test_a_device_reads_its_own_bytes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a weight are many small ranges, and heads of a fused one are three."""
+    state = {"columns": torch.randn(6, 8), "fused": torch.randn(12, 2)}
+    path = write_safetensors(tmp_path / "x.safetensors", state)
+    layouts: dict[str, Layout] = {"columns": (DimPart("tp", 1),), "fused": (DimPart("tp", 0, outer=3),)}
+    job = unusual_job(Two, init=path)
+    given = materialize(job).params
+    read: list[int] = []
+    flat = LazyTensors.flat
+    monkeypatch.setattr(LazyTensors, "flat", lambda s, n, a, b: (read.append(b - a), flat(s, n, a, b))[1])
+    for rank in range(2):
+        own = OwnParts(given, layouts, Mesh(tp=2), rank)
+        for name, tensor in state.items():
+            found = own[name]
+            assert torch.equal(found, part_of(tensor, layouts[name], Mesh(tp=2), rank).to(found.dtype))
+    assert sum(read) == sum(t.numel() for t in state.values())
+
+
+class Two(torch.nn.Module):
+    """Two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.fused = (torch.nn.Parameter(torch.zeros(*s)) for s in ((6, 8), (12, 2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.columns[:, :2] @ self.fused[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -79,6 +79,8 @@ def launch(arguments: RunArguments) -> None:
         "--resume": a.resume,
         "--loader": a.loader if a.loader != LOADER else None,
         "--restarts": a.restarts or None,
+    }
+    of_ray: dict[str, object] = {
         "--on-loss": a.on_loss if a.on_loss != "restart" else None,
         "--spares": a.spares or None,
     }
@@ -90,13 +92,19 @@ def launch(arguments: RunArguments) -> None:
             f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray of its own: leave out "
             f"{' and '.join(wrong)}"
         )
-    given = [word for p in a.params for word in ("-p", p)]
-    for flag, value in options.items():
-        if value is not None and value is not False:
-            given += [flag] if value is True else [flag, str(value)]
-    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts)
+    given = [*(word for p in a.params for word in ("-p", p)), *_words(options)]
+    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts, of_ray=_words(of_ray))
     lines = {name: section.lines for name, section in sections.items()}
     print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
+
+
+def _words(options: Mapping[str, object]) -> list[str]:
+    """Return the words of the options that were given."""
+    words: list[str] = []
+    for flag, value in options.items():
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
 
 
 def run(arguments: RunArguments) -> None:
@@ -116,8 +124,9 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
     saved = a.checkpoint is not None or a.every is not None or a.snapshot is not None or a.resume
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or a.restarts:
-        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts and --loader"
+    recovers = a.restarts or a.on_loss != "restart" or a.spares
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or recovers:
+        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts, --on-loss, --spares and --loader"
         raise JobError(f"--emulate trains nothing: leave out {left}")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():

@@ -48,8 +48,7 @@ class _Shared:
 
     def captured(self) -> Captured:
         program = self._captured.program
-        for chunk in program.chunks:
-            _refuse_opaque(chunk)
+        self._check_opaque()
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
         params = self._params(program.params, chunks)
@@ -57,13 +56,24 @@ class _Shared:
         made = replace(program, chunks=chunks, params=params, axes=axes, variants=())
         return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
 
+    def _check_opaque(self) -> None:
+        for chunk in self._captured.program.chunks:
+            if chunk.opaque and any(s.stream for s in self._asked):
+                raise DirectiveError(
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and stream shares them; "
+                    'leave the region out (piper.tag without opaque=True), or use stream=""'
+                )
+
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
         return self._captured.code.shared(chunk.code, self._asked, agreed)
 
-    def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded:
-        return self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
+    def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | None:
+        """Return how a chunk is shared; None for one that autograd runs as it is, which every device computes whole."""
+        return None if chunk.opaque else self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
 
     def _chunk(self, chunk: Chunk) -> Chunk:
+        if chunk.opaque:
+            return chunk
         code = self._code(chunk, self._ties.agreed(chunk))
         body = self._bodies.get(code)
         if body is None:
@@ -95,12 +105,4 @@ class _Shared:
         return tuple(
             replace(p, spec=specs[p.name], layout=layouts[p.name], summed=summed.get(p.name, ())) if p.name in specs else p
             for p in params
-        )
-
-
-def _refuse_opaque(chunk: Chunk) -> None:
-    if chunk.opaque:
-        raise DirectiveError(
-            f"chunk {chunk.id!r} has an opaque region, which autograd runs as it is: devices cannot share its work; "
-            "leave the region out (piper.tag without opaque=True), or train without shard"
         )

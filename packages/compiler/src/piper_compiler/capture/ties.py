@@ -21,7 +21,7 @@ Axes = tuple[str, ...]
 class Ties:
     """Find for each parameter how all chunks that have it can have it."""
 
-    def __init__(self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded]) -> None:
+    def __init__(self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded | None]) -> None:
         self._chunks, self._layouts = program.chunks, layouts
         self._whole: set[str] = set()
         self._terms: set[str] = set()
@@ -58,13 +58,13 @@ class Ties:
         found: dict[str, str] = {}
         for chunk, made in self._made():
             names = dict(_params(chunk))
-            found |= {f"{names[u.input]}:{u.dim}": u.why for u in made.unshared}
+            found |= {f"{names[u.input]}:{u.dim}": u.why for u in (made.unshared if made is not None else ())}
         for param in sorted(self._whole):
             users = [chunk.id for chunk in self._chunks if param in dict(_params(chunk)).values()]
             found[param] = f"not all chunks that have it can share it alike: {', '.join(users)}"
         return found
 
-    def _made(self) -> Iterator[tuple[Chunk, Sharded]]:
+    def _made(self) -> Iterator[tuple[Chunk, Sharded | None]]:
         for chunk in self._chunks:
             yield chunk, self._layouts(chunk, self.agreed(chunk))
 
@@ -73,7 +73,7 @@ class Ties:
         found: dict[str, dict[Layout, str]] = {}
         for chunk, made in self._made():
             for k, param in _params(chunk):
-                found.setdefault(param, {})[made.layout_of(k)] = chunk.id
+                found.setdefault(param, {})[() if made is None else made.layout_of(k)] = chunk.id
         return found
 
     def _sums(self) -> dict[str, dict[Axes, str]]:
@@ -81,8 +81,8 @@ class Ties:
         found: dict[str, dict[Axes, str]] = {}
         for chunk, made in self._made():
             for k, param in _params(chunk):
-                if k in made.grads:
-                    found.setdefault(param, {})[made.summed(k)] = chunk.id
+                if chunk.inputs[k].needs_grad if made is None else k in made.grads:
+                    found.setdefault(param, {})[() if made is None else made.summed(k)] = chunk.id
         return found
 
 

@@ -47,7 +47,13 @@ def workers_of(launcher: str, world: int, cluster: str, spares: int, pool: Worke
     if launcher == "inline":
         yield None
     elif pool is not None:
-        yield pool
+        size = pool.world
+        try:
+            yield pool
+        finally:
+            if pool.world != size:  # the run went on with fewer ranks; those of the next one are the caller's to choose
+                pool.close()
+                pool.world = size
     else:
         with open_pool(launcher, world, cluster=cluster, spares=spares) as own:
             yield own
@@ -91,7 +97,8 @@ class Attempts:
                 if self.workers is not None and recovery.replans:
                     self.workers.world = plan.mesh.world
                 newest = partial(self.survivors.newest, failed, lost(e), recovery.next)
-                begin = next_beginning(self.first, plan, self.job, newest)
+                with recovery.ending(e):
+                    begin = next_beginning(self.first, plan, self.job, newest)
                 recovery.goes_on(e, begin.step, plan, begin.state_text)
             else:
                 return self._result(plan, reports, recovery)

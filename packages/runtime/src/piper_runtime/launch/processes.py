@@ -131,6 +131,10 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     try:
         process = fork_worker(setup, environment)
+    except BaseException:
+        ours.close()
+        os.close(lifeline_write)
+        raise
     finally:
         theirs.close()
         os.close(lifeline_read)

@@ -11,6 +11,7 @@ import torch
 from piper_ir.layout import DimPart, Layout, places
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
+from piper_runtime.weights import LazyTensors
 
 
 def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -94,7 +95,21 @@ class OwnParts(Mapping[str, torch.Tensor]):
         self._whole, self._layouts, self._mesh, self._rank = whole, layouts, mesh, rank
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return part_of(self._whole[name], self._layouts.get(name, ()), self._mesh, self._rank)
+        layout = self._layouts.get(name, ())
+        if layout and isinstance(self._whole, LazyTensors) and self._whole.in_file(name):
+            return self._read(self._whole, name, layout)
+        return part_of(self._whole[name], layout, self._mesh, self._rank)
+
+    def _read(self, files: LazyTensors, name: str, layout: Layout) -> torch.Tensor:
+        """Return a part of a tensor of a file, of which only its bytes are read."""
+        shape = list(files.forms[name].shape)
+        for part, degree, _ in places(layout, self._mesh, self._rank):
+            shape[part.dim] //= degree
+        found = [
+            files.flat(name, run.whole, run.whole + run.numel)
+            for run in runs(shape, layout, self._mesh, self._rank, 0, prod(shape))
+        ]
+        return torch.cat(found).view(shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._whole
