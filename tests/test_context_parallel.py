@@ -70,14 +70,11 @@ def test_tokens_of_another_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     made = compiled("gpt", Mesh(cp=2), [TOKENS])
     exported = type(made.code).export
 
-    def swapped(store: Any, codes: Any, rows: int) -> Any:
-        from dataclasses import replace
+    def swap(code: Any) -> Any:
+        return replace(code, source=code.source.replace("PLACE['cp']", "(1 - PLACE['cp'])", 1))
 
-        found = exported(store, codes, rows)
-        text = "PLACE['cp']"
-        return {
-            k: {s: replace(c, source=c.source.replace(text, f"(1 - {text})", 1)) for s, c in v.items()} for k, v in found.items()
-        }
+    def swapped(store: Any, codes: Any, rows: int) -> Any:
+        return {k: {step: swap(code) for step, code in v.items()} for k, v in exported(store, codes, rows).items()}
 
     monkeypatch.setattr(type(made.code), "export", swapped)
     found = shared_jobs.run(made)
