@@ -58,7 +58,7 @@ class _Shared:
 
     def _check_opaque(self) -> None:
         for chunk in self._captured.program.chunks:
-            if chunk.opaque and any(s.stream for s in self._asked):
+            if chunk.opaque and any(s.stream or s.context for s in self._asked):
                 raise DirectiveError(
                     f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and stream shares them; "
                     'leave the region out (piper.tag without opaque=True), or use stream=""'
