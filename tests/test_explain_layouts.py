@@ -158,7 +158,6 @@ def test_named_indexes_are_one_device() -> None:
         (5, "hidden", "devices cannot share it in layer0: 5 devices cannot share 48 evenly; 4 can"),
         (2, "head_dim", r"in layer0: split \(parts.py:\d+: a, b = x.chunk.* wants it whole \(parameters layers.0.attention.q"),
         (2, "width", "it passes between chunks"),
-        (2, "tokens", 'stream="tokens" shares it'),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tp: int, index: str, message: str | None) -> None:

@@ -29,7 +29,7 @@ def layouts(compiled: Compiled) -> str:
     from piper_compiler.capture import layout_facts
 
     found = layout_facts(compiled.code, compiled.program)
-    if not any(facts.sharding for facts in found):
+    if not any(facts.shardings for facts in found):
         return "\n".join(["indexes, which devices can share by `shard`", *(f"  {_short(facts)}" for facts in found)])
     lines = (line for facts in found for line in (*_indexes(facts), *_shared(compiled.plan, facts)))
     return "\n".join(["indexes, and what devices share", *(wrapped for line in lines for wrapped in _wrapped(f"  {line}"))])
@@ -117,10 +117,10 @@ def _verdict(index: IndexFacts) -> str:
 
 def _shared(plan: Plan, facts: ChunkFacts) -> Iterator[str]:
     """Yield what each of the devices has, computes whole, and exchanges."""
-    if facts.sharding is None or facts.work is None or facts.unshared is None:
+    if facts.work is None or facts.unshared is None:
         return
-    asked, prefix = facts.sharding, _prefix(facts.inputs.values())
-    axes = ", ".join(f"{name}={size}" for name, size in asked.axes)
+    prefix = _prefix(facts.inputs.values())
+    axes = ", ".join(f"{name}={size}" for asked in facts.shardings for name, size in asked.axes)
     yield f"  {axes}: {_parameters(plan.chunk(facts.ids[0]), facts)}"
     for why in dict.fromkeys(facts.unshared.values()):
         names = (facts.inputs[k].removeprefix(prefix) for k, reason in facts.unshared.items() if reason == why)

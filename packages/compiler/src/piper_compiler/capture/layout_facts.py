@@ -9,7 +9,7 @@ from math import gcd, prod
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.kernels import flops_of
-from piper_compiler.capture.layouts import NamedIndexes, Parted, Wanted, parted, shareable, steps_of, title, uneven
+from piper_compiler.capture.layouts import AskedIndexes, NamedIndexes, Parted, parted, shareable, steps_of, title, uneven
 from piper_compiler.capture.layouts.indexes import Index
 from piper_compiler.capture.sharding import params_of
 from piper_ir.layout import Sharding
@@ -60,7 +60,7 @@ class ChunkFacts:
         ids: the chunks.
         inputs: input -> the name of the parameter, with "*" where it differs among the chunks.
         unknown: the ops without a rule, which are computed whole.
-        sharding: how devices share it; None where they do not.
+        shardings: how devices share it, along each axis.
         work: what each of them computes.
         unshared: parameters that each device has whole, by input, with why.
     """
@@ -69,7 +69,7 @@ class ChunkFacts:
     inputs: Mapping[int, str]
     indexes: tuple[IndexFacts, ...]
     unknown: tuple[str, ...]
-    sharding: Sharding | None = None
+    shardings: tuple[Sharding, ...] = ()
     work: WorkFacts | None = None
     unshared: Mapping[int, str] | None = None
 
@@ -91,11 +91,10 @@ def _facts(code: CodeStore, chunks: Sequence[Chunk], params: tuple[tuple[str, ..
     facts = ChunkFacts(tuple(c.id for c in chunks), inputs, tuple(_indexes(named, inputs, shared)), _unknown(named))
     if not recipe.shardings:
         return facts
-    (sharding,) = recipe.shardings
     layouts = code.layouts(chunks[0].code, rows)
     work = _work(parted(code.joint(recipe.base, rows), recipe.shardings, recipe.agreed, recipe.params))
     whole = {k: shared.why_whole(k) for k in inputs if not layouts.layout_of(k)}
-    return ChunkFacts(facts.ids, inputs, facts.indexes, facts.unknown, sharding, work, whole)
+    return ChunkFacts(facts.ids, inputs, facts.indexes, facts.unknown, recipe.shardings, work, whole)
 
 
 def _pattern(names: Sequence[str]) -> str:
@@ -145,14 +144,17 @@ class _Shares:
         devices: dict[Index, int] = {}
         reasons: dict[Index, str] = {}
         for asked in recipe.shardings:
+            if asked.stream or asked.context:
+                tokens = [i for i, name in named.names.items() if name == "tokens"]
+                devices |= {i: asked.degree * devices.get(i, 1) for i in tokens}
+            if asked.context:
+                continue
             wanted = _wanted(named, asked)
             for nest in named.nests:
                 reasons |= dict.fromkeys(nest, _reason(named, nest, wanted, asked.degree))
             for nest in shareable(named.joint, named.indexes, recipe.agreed.whole):
                 if any(set(nest) & set(w) and steps_of(w, asked.degree) for w in wanted):
                     devices |= _devices(next(w for w in wanted if set(nest) & set(w)), asked.degree)
-            if asked.stream:
-                devices |= {i: asked.degree for i, name in named.names.items() if name == "tokens"}
         return _Shares(named, recipe, devices, reasons)
 
     def why(self, index: Index) -> str:
@@ -171,7 +173,7 @@ class _Shares:
 
 
 def _wanted(named: NamedIndexes, asked: Sharding) -> tuple[tuple[Index, ...], ...]:
-    return Wanted(asked.index, named.params).among(named.joint, named.indexes, named.nests)
+    return AskedIndexes(asked.index, named.params).among(named.joint, named.indexes, named.nests)
 
 
 def _devices(nest: Sequence[Index], degree: int) -> dict[Index, int]:

@@ -12,7 +12,6 @@ from piper_compiler.capture.layouts import (
     Agreed,
     NamedIndexes,
     Sharded,
-    Wanted,
     check_asked,
     common_degrees,
     split_degrees,
@@ -34,25 +33,25 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
         return captured
     found = captured.shared.get(asked)
     if found is None:
-        split = tuple(_split(captured, one) for one in asked)
+        split = _split(captured, asked)
         found = captured.shared[asked] = _Shared(captured, split).captured()
     return found
 
 
-def _split(captured: Captured, asked: Sharding) -> Sharding:
-    """Return how the devices of an axis share all chunks, with the degrees into which it must be split for them.
+def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
+    """Return how the devices of axes share all chunks, with the degrees into which each must be split for them.
 
     Raises DirectiveError for indexes that the user names and devices cannot share.
     """
     params = params_of(captured.program)
     joints = {code: captured.code.joint(code, TRACE_ROWS[0][0]) for code in params}
-    if asked.index:
-        ids = {c.code: c.id for c in reversed(captured.program.chunks)}
-        check_asked({ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, asked)
-    stream = bool(asked.stream)
-    each = [split_degrees(j, asked.degree, stream=stream, wanted=Wanted(asked.index, params[c])) for c, j in joints.items()]
-    degrees = common_degrees(each)
-    return replace(asked, split=degrees) if len(degrees) > 1 else asked
+    ids = {c.code: c.id for c in reversed(captured.program.chunks)}
+    for one in asked:
+        if one.index:
+            check_asked({ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, one)
+    each = [split_degrees(joint, asked, params[code]) for code, joint in joints.items()]
+    degrees = [common_degrees([found[number] for found in each]) for number in range(len(asked))]
+    return tuple(replace(one, split=found) if len(found) > 1 else one for one, found in zip(asked, degrees, strict=True))
 
 
 def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -86,7 +85,7 @@ class _Shared:
 
     def _check_opaque(self) -> None:
         for chunk in self._captured.program.chunks:
-            if chunk.opaque and any(s.stream for s in self._asked):
+            if chunk.opaque and any(s.stream or s.context for s in self._asked):
                 raise DirectiveError(
                     f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and stream shares them; "
                     'leave the region out (piper.tag without opaque=True), or use stream=""'

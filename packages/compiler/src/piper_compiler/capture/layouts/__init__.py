@@ -16,17 +16,17 @@ from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
 from piper_compiler.capture.layouts.choice import Shared, common_degrees, share, shareable, split_degrees, steps_of, uneven
 from piper_compiler.capture.layouts.decide import Decision, decided
 from piper_compiler.capture.layouts.local import Sharded, sharded
-from piper_compiler.capture.layouts.names import Wanted
+from piper_compiler.capture.layouts.names import AskedIndexes, ParamNames
 from piper_compiler.capture.layouts.reasons import title
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
 __all__ = [
     "Agreed",
+    "AskedIndexes",
     "NamedIndexes",
     "Parted",
     "Sharded",
-    "Wanted",
     "check_asked",
     "common_degrees",
     "parted",
@@ -74,31 +74,15 @@ class Parted:
         return prod(axis.degree for axis, decision in axes if node in decision.along)
 
 
-def parted(
-    joint: Joint,
-    shardings: Sequence[Sharding],
-    agreed: Agreed = Agreed(),
-    params: tuple[tuple[str, ...], ...] = (),
-) -> Parted:
+def parted(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Parted:
     """Return what the devices that share a chunk compute in parts."""
-    (only,) = shardings
-    found = _share(joint, only, agreed, params)
+    found = share(joint, shardings, agreed.whole, params)
     return Parted(found, tuple(decided(found.joint, found.indexes, axis, agreed.terms) for axis in found.axes))
 
 
-def _share(joint: Joint, asked: Sharding, agreed: Agreed, params: tuple[tuple[str, ...], ...]) -> Shared:
-    wanted, degrees = Wanted(asked.index, params), asked.split or (asked.degree,)
-    return share(joint, asked.over, degrees, stream=asked.stream == "tokens", kept=agreed.whole, wanted=wanted)
-
-
-def shared_joint(
-    joint: Joint,
-    shardings: Sequence[Sharding],
-    agreed: Agreed = Agreed(),
-    params: tuple[tuple[str, ...], ...] = (),
-) -> Sharded:
+def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Sharded:
     """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs in all like it."""
-    (only,) = shardings
-    found = _share(joint, only, agreed, params)
-    made = sharded(found.joint, found.indexes, found.axes, keep=only.keep, terms=agreed.terms)
+    found = share(joint, shardings, agreed.whole, params)
+    keep = any(s.keep for s in shardings)
+    made = sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
     return replace(made, unshared=found.unshared)

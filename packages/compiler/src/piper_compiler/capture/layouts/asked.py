@@ -8,7 +8,7 @@ from functools import cached_property
 
 from piper_compiler.capture.layouts.choice import in_crossing, shareable, taken_apart, uneven
 from piper_compiler.capture.layouts.indexes import Index, Indexed
-from piper_compiler.capture.layouts.names import Nested, Spots, Wanted, names_of, spots_of
+from piper_compiler.capture.layouts.names import AskedIndexes, Nested, Spots, names_of, spots_of
 from piper_compiler.capture.layouts.reasons import obstacle
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
@@ -66,7 +66,7 @@ class NamedIndexes:
 
     def refusals(self, name: str, degree: int) -> Iterator[str]:
         """Yield why devices cannot share what a name stands for here."""
-        wanted = Wanted((name,), self.params)
+        wanted = AskedIndexes((name,), self.params)
         nests = wanted.among(self.joint, self.indexes, self.nests)
         yield from (problem for nest in nests if (problem := uneven(nest, degree)))
         if not nests:
@@ -74,7 +74,7 @@ class NamedIndexes:
             yield from (f"{problem}{_at(self.spots.get(i, ()))}" for i in named if (problem := self.obstacle(i)))
 
     def has(self, name: str) -> bool:
-        return bool(Wanted((name,), self.params).named(self.joint, self.indexes, name))
+        return bool(AskedIndexes((name,), self.params).named(self.joint, self.indexes, name))
 
 
 def _at(spots: Sequence[str]) -> str:

@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
 
+import torch
 from torch import fx
 
 from piper_compiler.capture.layouts.decide import TOKENS, Axis
 from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, indexed, key_of
-from piper_compiler.capture.layouts.names import EVERYTHING, Nested, Wanted
+from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
+from piper_ir.layout import Sharding
+
+HEADS = 2
+"""The dimension of a query of attention that holds the heads."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +84,62 @@ def _crossing(joint: Joint) -> Iterator[fx.Node]:
 
 
 @dataclass(frozen=True)
+class _Claim:
+    """Say what the devices of one axis share of a chunk.
+
+    Attributes:
+        asked: the axis.
+        weights: what parameters are in parts of.
+        stream: the tokens of what crosses between chunks.
+        inside: what an op is computed in parts of that needs all tokens: the heads of attention.
+    """
+
+    asked: Sharding
+    weights: tuple[Nested, ...] = ()
+    stream: tuple[Nested, ...] = ()
+    inside: tuple[Nested, ...] = ()
+
+    @property
+    def nests(self) -> tuple[Nested, ...]:
+        return (*self.weights, *self.stream, *self.inside)
+
+
+@dataclass(frozen=True)
 class _Chosen:
-    """Hold a chunk and its indexes: those that devices can share, those of another size, and those of the stream."""
+    """Hold a chunk and its indexes, what each axis claims of them, and what does not fit an axis by its size."""
 
     joint: Joint
     indexes: Indexed
-    fitting: tuple[Nested, ...]
-    others: tuple[Nested, ...]
-    tokens: tuple[Nested, ...]
+    claims: tuple[_Claim, ...]
+    others: tuple[tuple[Nested, int], ...]
 
-    @property
-    def shared(self) -> tuple[Nested, ...]:
-        return (*self.fitting, *self.tokens)
+    def of_nests(self) -> dict[Nested, list[int]]:
+        """Return the numbers of the claims on each nest, in the order in which they take its steps.
+
+        Tokens are shared along a context axis first, so that a device has neighbouring ones, and heads along a tensor axis.
+        """
+        found: dict[Nested, list[int]] = {}
+        for number, claim in enumerate(self.claims):
+            for nest in claim.nests:
+                found.setdefault(nest, []).append(number)
+        for nest, numbers in found.items():
+            numbers.sort(key=lambda n: (nest in self.claims[n].inside, not self.claims[n].asked.context))
+        return found
 
 
-def split_degrees(joint: Joint, degree: int, *, stream: bool, wanted: Wanted = EVERYTHING) -> tuple[int, ...]:
-    """Return the degrees into which an axis must be split to share the indexes of a chunk."""
-    return refined(
-        [steps for n in _chosen(joint, degree, stream, wanted=wanted).shared if (steps := steps_of(n, degree))], degree
-    )
+def split_degrees(joint: Joint, asked: Sequence[Sharding], params: ParamNames = ()) -> tuple[tuple[int, ...], ...]:
+    """Return the degrees into which each axis must be split to share the indexes of a chunk."""
+    chosen = _chosen(joint, asked, (), params)
+    points: list[set[int]] = [{1, claim.asked.degree} for claim in chosen.claims]
+    for nest, numbers in chosen.of_nests().items():
+        steps = steps_of(nest, prod(chosen.claims[n].asked.degree for n in numbers)) or ()
+        ends = [prod(steps[: k + 1]) for k in range(len(steps))]
+        first = 1
+        for number in numbers:
+            degree = chosen.claims[number].asked.degree
+            points[number] |= {end // first for end in ends if first < end < first * degree}
+            first *= degree
+    return tuple(tuple(b // a for a, b in pairwise(sorted(each))) or (1,) for each in points)
 
 
 def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -105,45 +147,68 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return refined(each, prod(each[0]))
 
 
-def _chosen(joint: Joint, degree: int, stream: bool, kept: Collection[int] = (), wanted: Wanted = EVERYTHING) -> _Chosen:
+def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames) -> _Chosen:
     """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
     joint, first = taken_apart(joint)
-    nests = wanted.among(joint, first, shareable(joint, first, kept))
-    fitting = tuple(n for n in nests if steps_of(n, degree) is not None)
-    tokens = tuple(_tokens(joint, first)) if stream else ()
-    for nest in tokens:
-        if steps_of(nest, degree) is None:
-            size = prod(i.size for i in nest)
+    nests, heads = shareable(joint, first, kept), _heads(first)
+    tensor = prod(s.degree for s in asked if not s.context)
+    claims, others = [], []
+    for one in asked:
+        stream = tuple(_tokens(joint, first)) if one.stream or one.context else ()
+        if one.context:
+            inside = tuple(nest for nest in heads if steps_of(nest, tensor * one.degree) is not None)
+            claims.append(_Claim(one, (), stream, inside))
+            continue
+        wanted = AskedIndexes(one.index, params).among(joint, first, nests)
+        fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
+        others += [(n, one.degree) for n in wanted if n not in fitting]
+        claims.append(_Claim(one, fitting, stream))
+    chosen = _Chosen(joint, first, tuple(claims), tuple(others))
+    _check_tokens(chosen)
+    return chosen
+
+
+def _check_tokens(chosen: _Chosen) -> None:
+    for nest, numbers in chosen.of_nests().items():
+        degree, size = prod(chosen.claims[n].asked.degree for n in numbers), prod(i.size for i in nest)
+        if any(nest in claim.stream for claim in chosen.claims) and steps_of(nest, degree) is None:
             raise DirectiveError(
                 f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
             )
-    return _Chosen(joint, first, fitting, tuple(n for n in nests if n not in fitting), tokens)
 
 
-def share(
-    joint: Joint,
-    name: str,
-    degrees: tuple[int, ...],
-    *,
-    stream: bool,
-    kept: Collection[int] = (),
-    wanted: Wanted = EVERYTHING,
-) -> Shared:
-    """Return the chunk's indexes for an axis that is split into these degrees; the inputs `kept` are to stay whole."""
-    chosen = _chosen(joint, prod(degrees), stream, kept, wanted)
-    joint, first, fitting, tokens = chosen.joint, chosen.indexes, chosen.fitting, chosen.tokens
-    places = [list(_places(first, nest, degrees)) for nest in (*fitting, *tokens)]
+def _heads(indexes: Indexed) -> tuple[Nested, ...]:
+    """Return the heads of queries of each attention."""
+    ops = [op for op in indexes.ops.values() if op.call.op is torch.ops.piper.attention.default]
+    return tuple(dict.fromkeys(op.tensors[op.call.number("q")][HEADS] for op in ops))
+
+
+def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()) -> Shared:
+    """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole.
+
+    `params` are for each input its names in all chunks that are like this one, by which indexes may be asked for.
+    """
+    chosen = _chosen(joint, asked, kept, params)
+    first, of_nests = chosen.indexes, chosen.of_nests()
+    places: dict[tuple[Nested, int], list[_Place]] = {}
+    for nest, numbers in of_nests.items():
+        degrees = [(n, size) for n in numbers for _, size in asked[n].axes]
+        for place, (number, _) in zip(_places(first, nest, [size for _, size in degrees]), degrees, strict=True):
+            places.setdefault((nest, number), []).append(place)
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
-    for place in (p for nest in places for p in nest):
+    for place in (p for each in places.values() for p in each):
         cuts.setdefault((place.key, place.dim), set()).update({place.inner, place.inner * place.size} - {1})
-    cut = indexed(joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
+    cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
     axes = []
-    for number, size in enumerate(degrees):
-        weights = frozenset(_found(cut, nest[number]) for nest in places[: len(fitting)])
-        along = frozenset(_found(cut, nest[number]) for nest in places[len(fitting) :])
-        axes.append(Axis(name if len(degrees) == 1 else f"{name}.{number}", size, weights, along))
-    unshared = tuple(u for nest in chosen.others for u in _unshared(joint, first, nest, prod(degrees)))
-    return Shared(joint, cut, tuple(axes), unshared)
+    for number, claim in enumerate(chosen.claims):
+        for k, (name, size) in enumerate(claim.asked.axes):
+            found = [
+                frozenset(_found(cut, places[n, number][k]) for n in nests)
+                for nests in (claim.weights, claim.stream, claim.inside)
+            ]
+            axes.append(Axis(name, size, *found))
+    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
+    return Shared(chosen.joint, cut, tuple(axes), unshared)
 
 
 def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:

@@ -41,12 +41,14 @@ class Axis:
         degree: the number of devices; each index below has as many steps.
         weights: the indexes that parameters are in parts of.
         stream: the indexes that what crosses between layers is in parts of; empty where it is whole.
+        inside: the indexes of ops that cannot be computed in parts of the stream; their results go back into it.
     """
 
     name: str
     degree: int
     weights: frozenset[Index]
     stream: frozenset[Index] = frozenset()
+    inside: frozenset[Index] = frozenset()
 
 
 @dataclass
@@ -161,6 +163,8 @@ class _Pass:
             wants, made = [None for _ in lying], [None for _ in op.results]
         self.decision.wanted[node] = tuple(wants)
         self.decision.made |= {(node, k): how for k, how in enumerate(made)}
+        if index in self._axis.inside:
+            self._go_back(node, op)
         for key, how, want in zip(op.keys, lying, wants, strict=True):
             if how is SUM and want is not SUM:
                 self._settle(key, want)
@@ -170,7 +174,18 @@ class _Pass:
         present = [how for how in lying if isinstance(how, Index)]
         present += [self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked]
         present.sort(key=lambda i: i not in self._axis.weights)
-        return next((i for i in present if op.parts(i) is not None or op.rewrite(i) is not None), None)
+        found = next((i for i in present if op.parts(i) is not None or op.rewrite(i) is not None), None)
+        if found is None and any(i in self._axis.stream for i in present):
+            there = [i for dims in (*op.tensors, *op.results) for dim in dims for i in dim if i in self._axis.inside]
+            found = next((i for i in there if op.parts(i) is not None), None)
+        return found
+
+    def _go_back(self, node: fx.Node, op: OpIndexes) -> None:
+        """Let what is made in parts of other indexes than the stream's be found in parts of this by its users."""
+        for k, dims in enumerate(op.results):
+            stream = [i for dim in dims for i in dim if i in self._axis.stream]
+            if stream and self.decision.made[node, k] != stream[0]:
+                self.decision.settled[node, k] = stream[0]
 
     def _settle(self, key: TensorKey, want: Along) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]

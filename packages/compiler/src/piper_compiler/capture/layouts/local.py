@@ -196,11 +196,15 @@ class _Builder:
         made = self._lying(key)
         if want == made:
             return self._at[key, made, False]
-        late = late and not (self._keep and (key, want, False) in self._at)
+        late = late and not ((self._keep or self._exchanged(made, want)) and (key, want, False) in self._at)
         found = self._at.get((key, want, late))
         if found is None:
             found = self._at[key, want, late] = self._converted(key, want, late, user)
         return found
+
+    def _exchanged(self, made: Lying, want: Lying) -> bool:
+        """Return whether a tensor changes the index that it is in parts of: as large as before, so that it is kept."""
+        return any(isinstance(a, Index) and isinstance(b, Index) and a != b for a, b in zip(made, want, strict=True))
 
     def _converted(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
         settled = tuple(d.of(key) for d in self._decisions)

@@ -9,13 +9,15 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-import piper_ops  # noqa: F401  (registers the ops)
+import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, key_of
 from piper_compiler.capture.stepgraph import Joint
 
 Nested = tuple[Index, ...]
 """Indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
+ParamNames = tuple[tuple[str, ...], ...]
+"""For each input of a chunk, its names in all chunks that are like this one."""
 Spots = Mapping[Index, Sequence[tuple[int, int]]]
 """An index -> the inputs that are parameters and have it, each with the dimension."""
 aten = torch.ops.aten
@@ -129,7 +131,7 @@ def _of_params(indexes: Indexed, spots: Spots, params: Sequence[str]) -> Iterato
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AskedIndexes:
     """Say which indexes of a chunk are asked for; all that can be shared where none is named.
 
     Attributes:
@@ -138,7 +140,7 @@ class Wanted:
     """
 
     index: tuple[str, ...] = ()
-    params: tuple[tuple[str, ...], ...] = ()
+    params: ParamNames = ()
 
     def among(self, joint: Joint, indexes: Indexed, nests: Sequence[Nested]) -> tuple[Nested, ...]:
         """Return the nests from the first index on that is asked for."""
@@ -157,7 +159,3 @@ class Wanted:
 
     def _is_at(self, name: str, number: int, dim: int) -> bool:
         return any(fnmatchcase(f"{param}:{dim}", name) for param in self.params[number])
-
-
-EVERYTHING = Wanted()
-"""All that can be shared."""
