@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import piper_ops  # noqa: F401  (registers the ops)
+import piper_ops  # noqa: F401 - registers the ops
 from packages.compiler.tests.layout_judge import Draw, cases
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.exchanges import KINDS
 from piper_compiler.capture.joint import trace_joint
 from piper_compiler.capture.layouts import Agreed, Sharded, split_degrees
-from piper_compiler.capture.layouts.choice import Shared, share
+from piper_compiler.capture.layouts.choice import SharedChunk, share
 from piper_compiler.capture.layouts.decide import SUM
 from piper_compiler.capture.layouts.indexes import Index, key_of
 from piper_compiler.capture.layouts.local import Lying, sharded
@@ -53,7 +53,7 @@ class Judged:
 
 def shared_of(
     case: Case, degree: int | tuple[int, ...], *, stream: bool = False, agreed: Agreed = ALONE, keep: bool = False
-) -> tuple[Shared, Sharded]:
+) -> tuple[SharedChunk, Sharded]:
     """What `shared_joint` makes for an axis, which is split into several degrees where these are given, with the indexes."""
     joint = joint_of(case)
     split = degree if isinstance(degree, tuple) else split_degrees(joint, degree, stream=stream)

@@ -1,7 +1,7 @@
 """Say how tensors lie on the devices of an axis that share the work of a chunk.
 
-The shapes in a program are those of one device. Along each axis a tensor is a part of the whole one (`DimPart`), or a term
-of a sum, or equal on all devices.
+The shapes in a program are those of one device. Along each axis a tensor is a part of the whole one (`DimPart`), or
+a term of a sum, or equal on all devices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DimPart:
 
 
 Layout = tuple[DimPart, ...]
-"""How a tensor is taken apart, one axis after the other: each entry applies to what the ones before it have left."""
+"""The way in which a tensor is taken apart: each entry applies to what the ones before it have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Sharding:
         stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
         keep: whether what the forward gathers is kept for the backward, and not gathered again.
         split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
-        context: whether they share the tokens of all ops (context parallelism), those that need all tokens by their heads.
+        context: whether they share the tokens of all ops (context parallelism), those that need all tokens by their
+            heads.
     """
 
     over: str

@@ -78,8 +78,8 @@ class Zeros:
 class SquaredNorm:
     """Write the squared 2-norm of the gradients that a rank has of these buckets, in fp32 or wider: a scalar.
 
-    Ranks that differ along the axes `over`, other than those along which each has a part, have the buckets `once` alike;
-    the first of them counts these.
+    Ranks that differ along the axes `over`, other than those along which each has a part, have the buckets `once`
+    alike; the first of them counts these.
     """
 
     buckets: tuple[str, ...]

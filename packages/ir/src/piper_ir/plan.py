@@ -169,7 +169,7 @@ class Channel:
         roles: the roles that it joins; (source, destination) for "p2p".
         streams: the stream that uses it on each of the roles.
         over: the mesh axes along which the ranks of a group differ.
-        purpose: the kind of data that it carries; "tensor" for what devices that share a chunk exchange inside of steps.
+        purpose: the kind of data that it carries; "tensor" for what is exchanged inside of steps.
         sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
             copy engines move it. Only simulations read it.
     """

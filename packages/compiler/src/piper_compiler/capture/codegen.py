@@ -11,8 +11,9 @@ use:
         return (mm.contiguous(),)
 
 The text depends on the graph alone. Ops are bound once as globals, and the device of factory ops is the global DEVICE.
-A collective is a call of the global EXCHANGE, and a device's place along an axis is PLACE[axis]; both come from the engine
-that runs the step. Views are printed as reshape, because strides on the running device may differ from those seen at capture.
+A collective is a call of the global EXCHANGE, and a device's place along an axis is PLACE[axis]; both come from the
+engine that runs the step. Views are printed as reshape, because strides on the running device may differ from those
+seen at capture.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ class CodeStore:
         return made
 
     def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed, params: tuple[tuple[str, ...], ...] = ()) -> str:
-        """Return the code id of a code for devices that share its work; names of `params` count where indexes are named."""
+        """Return the code id of a code for devices that share its work.
+
+        The names `params` count where indexes are named.
+        """
         named = f" {params}" if any(s.index for s in asked) else ""
         made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}".encode()).hexdigest()[:16]
         recipe = replace(self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params)

@@ -87,7 +87,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
 
 
 def _check_whole(edit: Editor, optimizer: str) -> None:
-    """Raise CompileError where ranks share the states of an optimizer that needs whole parameters, or have parts of these."""
+    """Raise CompileError where ranks share states, or have parts, of parameters that an optimizer needs whole."""
     if parted := next((p.name for p in edit.graph.program.params if p.layout), None):
         raise CompileError(
             f"each device would have a part of parameter {parted!r} (by shard), and {optimizer} works on whole parameters here; "

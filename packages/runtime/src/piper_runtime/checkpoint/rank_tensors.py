@@ -188,7 +188,10 @@ def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple
 
 
 def _in_named(rank: RankState, name: str, key: str, begin: int, end: int, offset: int) -> Iterator[NamedRange]:
-    """Yield where the elements [begin, end) of what a rank has of a parameter lie in it; they begin at `offset` in memory."""
+    """Yield where the elements [begin, end) of what a rank has of a parameter lie in it.
+
+    They begin at `offset` in memory.
+    """
     plan = rank.plan
     shape = plan.whole_shapes[name]
     for run in runs(rank.own_shapes[name], plan.layouts[name], plan.mesh, rank.rank, begin, end):

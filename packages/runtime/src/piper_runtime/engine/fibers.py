@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ExchangeRequest:
     """Ask for a collective with the devices along an axis."""
 
     kind: str
@@ -30,7 +30,7 @@ class Fiber:
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self.request: Request | None = None
+        self.request: ExchangeRequest | None = None
         self.done = False
         self._work = work
         self._result: torch.Tensor | None = None
@@ -69,7 +69,7 @@ class Fiber:
     def exchange(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
         """Wait for a collective; the work calls it."""
         drawn = torch.random.get_rng_state()
-        self.request = Request(kind, axis, given)
+        self.request = ExchangeRequest(kind, axis, given)
         del given
         self._back.release()
         self._go.acquire()

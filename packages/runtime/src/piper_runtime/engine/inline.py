@@ -148,7 +148,7 @@ class InlineEngine:
         return state.fiber.done
 
     def _exchange(self, state: _State, states: dict[int, _State]) -> list[_State] | None:
-        """Answer a request inside of an instruction once all members have it; return them, or None when it must wait."""
+        """Answer a request inside of an instruction once all members have it; return them, or None to wait."""
         if state.fiber is None or state.fiber.request is None or state.fiber.answered:
             return None
         asked, plan = state.fiber.request, state.rank.plan

@@ -36,7 +36,7 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 
 
 Exchange = Callable[[str, str, torch.Tensor], torch.Tensor]
-"""A function that runs a collective of a kind with the devices along an axis: it takes a tensor and returns the result."""
+"""A function that runs a collective of a kind with the devices along an axis, from a tensor to the result."""
 
 
 class _Places(dict[str, int]):

@@ -144,4 +144,4 @@ _LOSSES = {
     "cross_entropy_part_dgrad": _cross_entropy_part_dgrad,
 }
 _SMALL = {"embedding_part": 19, "embedding_part_dgrad": 19, "cross_entropy_joined": 8}
-"""The small kernels beside the one that moves an op's bytes: those that look for places, or that make one loss of many."""
+"""The small kernels beside the one that moves an op's bytes: they look for places, or make one loss of many."""

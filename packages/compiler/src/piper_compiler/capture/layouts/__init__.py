@@ -13,7 +13,7 @@ from math import prod
 from torch import fx
 
 from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
-from piper_compiler.capture.layouts.choice import Shared, common_degrees, share, shareable, split_degrees, steps_of, uneven
+from piper_compiler.capture.layouts.choice import SharedChunk, common_degrees, share, shareable, split_degrees, steps_of, uneven
 from piper_compiler.capture.layouts.decide import Decision, decided
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.layouts.names import AskedIndexes, ParamNames
@@ -61,7 +61,7 @@ class Agreed:
 class Parted:
     """Hold a chunk that devices share, and how its tensors lie along each axis."""
 
-    shared: Shared
+    shared: SharedChunk
     decisions: tuple[Decision, ...]
 
     @property
@@ -81,7 +81,7 @@ def parted(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(
 
 
 def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Sharded:
-    """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs in all like it."""
+    """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs."""
     found = share(joint, shardings, agreed.whole, params)
     keep = any(s.keep for s in shardings)
     made = sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)

@@ -1,14 +1,14 @@
 """Choose which indexes of a chunk an axis of devices shares, and cut them so that each has one step per device.
 
 Of a chunk's indexes those can be shared that its parameters have, that no op wants whole and that are not in what
-crosses between chunks: of a transformer the heads, the hidden elements of the feed-forward part and the vocabulary. Where
-an axis has more devices than there are heads of keys, each head is shared by the devices of its groups of queries: the
-axis is split into one for the heads and one for the groups, and all other indexes are cut accordingly.
+crosses between chunks: of a transformer the heads, the hidden elements of the feed-forward part and the vocabulary.
+Where an axis has more devices than there are heads of keys, each head is shared by the devices of its groups of
+queries: the axis is split into one for the heads and one for the groups, and all other indexes are cut accordingly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
@@ -16,7 +16,7 @@ from math import gcd, prod
 import torch
 from torch import fx
 
-from piper_compiler.capture.layouts.decide import TOKENS, Axis
+from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
 from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
@@ -39,12 +39,12 @@ class Unshared:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedChunk:
     """Hold a chunk, its indexes, cut for the axes, these axes, and what they could share if its size were another."""
 
     joint: Joint
     indexes: Indexed
-    axes: tuple[Axis, ...]
+    axes: tuple[SharedAxis, ...]
     unshared: tuple[Unshared, ...] = ()
 
 
@@ -67,10 +67,10 @@ def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tup
     return tuple(run for first, run in found.items() if first not in inner)
 
 
-def _runs(dim: Sequence[Index], good: object) -> Iterator[Nested]:
+def _runs(dim: Sequence[Index], good: Callable[[Index], bool]) -> Iterator[Nested]:
     run: list[Index] = []
     for index in (*dim, None):
-        if index is not None and good(index):  # type: ignore[operator]
+        if index is not None and good(index):
             run.append(index)
         elif run:
             yield tuple(run)
@@ -116,7 +116,8 @@ class _Chosen:
     def of_nests(self) -> dict[Nested, list[int]]:
         """Return the numbers of the claims on each nest, in the order in which they take its steps.
 
-        Tokens are shared along a context axis first, so that a device has neighbouring ones, and heads along a tensor axis.
+        Tokens are shared along a context axis first, so that a device has neighbouring ones, and heads along a
+        tensor axis.
         """
         found: dict[Nested, list[int]] = {}
         for number, claim in enumerate(self.claims):
@@ -183,7 +184,7 @@ def _heads(indexes: Indexed) -> tuple[Nested, ...]:
     return tuple(dict.fromkeys(op.tensors[op.call.number("q")][HEADS] for op in ops))
 
 
-def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()) -> Shared:
+def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()) -> SharedChunk:
     """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole.
 
     `params` are for each input its names in all chunks that are like this one, by which indexes may be asked for.
@@ -206,13 +207,13 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
                 frozenset(_found(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
             ]
-            axes.append(Axis(name, size, *found))
+            axes.append(SharedAxis(name, size, *found))
     unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
-    return Shared(chosen.joint, cut, tuple(axes), unshared)
+    return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
 
 
 def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
-    """Return the chunk and its indexes, without the ops that would keep devices from sharing what a product sums over."""
+    """Return the chunk without the ops that keep devices from sharing what a product sums over, and its indexes."""
     first = indexed(joint)
     crossing = in_crossing(joint, first)
 

@@ -1,7 +1,8 @@
 """Bring a tensor from the way in which it lies along an axis to another, by a collective or by taking the own part.
 
-Along a dimension that is [outer, degree, rest] over all devices, device k of `degree` holds [outer, k, rest]. Collectives
-stack along a leading dimension, so the permutation that brings `degree` there and back is a node of the graph.
+Along a dimension that is [outer, degree, rest] over all devices, device k of `degree` holds [outer, k, rest].
+Collectives stack along a leading dimension, so the permutation that brings `degree` there and back is a node of the
+graph.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.coordinate import Coordinate
-from piper_compiler.capture.layouts.decide import SUM, Along, Axis
+from piper_compiler.capture.layouts.decide import SUM, Along, SharedAxis
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index
 from piper_ir.mesh import whole_axis
 from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 aten = torch.ops.aten
-Dims = Sequence[tuple[Index, ...]]
+TensorDims = Sequence[tuple[Index, ...]]
 
 
 def convert(
-    emit: Emitter, source: fx.Node, dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along]
+    emit: Emitter, source: fx.Node, dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[Along], want: Sequence[Along]
 ) -> fx.Node:
     """Return `source`, which lies as `before`, as it is wanted along all axes.
 
@@ -45,7 +46,7 @@ def convert(
     return source
 
 
-def joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
+def joined_until(dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
     """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
     last = first + 1
     while last < len(axes) and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name:
@@ -56,14 +57,14 @@ def joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want
     return last
 
 
-def joined_axis(axes: Sequence[Axis], first: int, last: int) -> Axis:
+def joined_axis(axes: Sequence[SharedAxis], first: int, last: int) -> SharedAxis:
     """Return neighbouring axes into which one is split as one axis."""
     family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
     name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
     return replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
 
 
-def _follows(dims: Dims, outer: Along, inner: Along) -> bool:
+def _follows(dims: TensorDims, outer: Along, inner: Along) -> bool:
     """Return whether two axes hold a tensor alike: in parts of neighbouring indexes, or both not in parts."""
     if isinstance(outer, Index) and isinstance(inner, Index):
         return any(pair == (outer, inner) for dim in dims for pair in pairwise(dim))
@@ -71,7 +72,7 @@ def _follows(dims: Dims, outer: Along, inner: Along) -> bool:
 
 
 def _converted(
-    emit: Emitter, source: fx.Node, dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along],
+    emit: Emitter, source: fx.Node, dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[Along], want: Sequence[Along],
     first: int, last: int,
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
@@ -95,32 +96,32 @@ def _converted(
     raise AssertionError(f"from {now} to {then}")
 
 
-Place = tuple[int, int]
+DimPlace = tuple[int, int]
 """A dimension, and the steps of the factors outside of an index there, on one device of the other axes."""
 
 
-def place_in(dims: Dims, index: Index, others: set[Index]) -> Place:
+def place_in(dims: TensorDims, index: Index, others: set[Index]) -> DimPlace:
     """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)
 
 
-def _gather(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+def _gather(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     stacked = emit.call(all_gather, _dense(emit, source), axis.name, axis.degree)
     return _merged(emit, stacked, place)
 
 
-def _scatter(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+def _scatter(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     mine = emit.call(reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
     return mine
 
 
-def _exchange(emit: Emitter, source: fx.Node, now: Place, then: Place, axis: Axis) -> fx.Node:
+def _exchange(emit: Emitter, source: fx.Node, now: DimPlace, then: DimPlace, axis: SharedAxis) -> fx.Node:
     stacked = _stacked(emit, source, then, axis.degree)
     return _merged(emit, emit.call(all_to_all, stacked, axis.name, axis.degree), now)
 
 
-def _own(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+def _own(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     """Take the device's part of a tensor that it has whole."""
     dim, outer = place
     shape = list(aliasing.tensor(source).shape)
@@ -129,7 +130,7 @@ def _own(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
     return _viewed(emit, _dense(emit, own), [*shape[:dim], shape[dim] // axis.degree, *shape[dim + 1 :]])
 
 
-def _spread(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
+def _spread(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     """Put the device's part where it belongs in a tensor of zeros, which makes it a term of the sum."""
     dim, outer = place
     value = aliasing.tensor(source)
@@ -142,13 +143,13 @@ def _spread(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node
     return _viewed(emit, placed, [*shape[:dim], shape[dim] * axis.degree, *shape[dim + 1 :]])
 
 
-def _first(emit: Emitter, source: fx.Node, axis: Axis) -> fx.Node:
+def _first(emit: Emitter, source: fx.Node, axis: SharedAxis) -> fx.Node:
     """Make a tensor that all devices have a term of the first one, with zeros on the others."""
     place = emit.call(aten.full.default, [], Coordinate(axis.name), dtype=torch.int64, device=aliasing.tensor(source).device)
     return emit.call(aten.where.ScalarOther, emit.call(aten.eq.Scalar, place, 0), source, 0)
 
 
-def _stacked(emit: Emitter, source: fx.Node, place: Place, degree: int) -> fx.Node:
+def _stacked(emit: Emitter, source: fx.Node, place: DimPlace, degree: int) -> fx.Node:
     """Return a tensor with the blocks along a dimension stacked along a new leading one."""
     dim, outer = place
     shape = list(aliasing.tensor(source).shape)
@@ -160,7 +161,7 @@ def _stacked(emit: Emitter, source: fx.Node, place: Place, degree: int) -> fx.No
     return _viewed(emit, first, [degree, *shape[:dim], outer * rest, *shape[dim + 1 :]])
 
 
-def _merged(emit: Emitter, stacked: fx.Node, place: Place) -> fx.Node:
+def _merged(emit: Emitter, stacked: fx.Node, place: DimPlace) -> fx.Node:
     """Return stacked blocks as one dimension: what `_stacked` takes apart."""
     dim, outer = place
     degree, *shape = aliasing.tensor(stacked).shape

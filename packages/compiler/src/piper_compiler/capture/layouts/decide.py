@@ -29,11 +29,11 @@ SUM = Sum.SUM
 TOKENS = 1
 """The dimension of a value or batch tensor that holds the tokens."""
 Along = Index | Sum | None
-"""How a tensor lies along an axis: in parts of an index, as a sum, or None: equal on all devices."""
+"""The way in which a tensor lies along an axis: in parts of an index, as a sum, or None: equal on all devices."""
 
 
 @dataclass(frozen=True)
-class Axis:
+class SharedAxis:
     """Describe an axis of devices that share the work of a chunk.
 
     Attributes:
@@ -76,7 +76,7 @@ class Decision:
         return self.settled.get(key, self.made[key])
 
 
-def decided(joint: Joint, indexes: Indexed, axis: Axis, terms: Collection[int] = ()) -> Decision:
+def decided(joint: Joint, indexes: Indexed, axis: SharedAxis, terms: Collection[int] = ()) -> Decision:
     """Return how the tensors of a chunk lie along an axis; the gradients of the inputs `terms` are to be sums."""
     settled: dict[TensorKey, Along] = {}
     while True:
@@ -91,7 +91,7 @@ class _Pass:
     """Go through the graph once; `new` are the sums that must settle."""
 
     def __init__(
-        self, joint: Joint, indexes: Indexed, axis: Axis, settled: Mapping[TensorKey, Along], terms: Collection[int]
+        self, joint: Joint, indexes: Indexed, axis: SharedAxis, settled: Mapping[TensorKey, Along], terms: Collection[int]
     ) -> None:
         self.decision = Decision(settled=dict(settled))
         self.new: dict[TensorKey, Along] = {}
@@ -137,7 +137,7 @@ class _Pass:
                 self._ask(argument, index)
 
     def _boundary(self, node: fx.Node) -> Along:
-        """Return how what passes between chunks lies: by its second dimension alone, so that all chunks see it alike."""
+        """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike."""
         dims = self._indexes.tensors[key_of(node)]
         return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
 

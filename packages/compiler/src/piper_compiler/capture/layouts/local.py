@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
-from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
+from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopPlace
@@ -27,7 +27,7 @@ from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import DimPart, Layout
 
 Lying = tuple[Along, ...]
-"""How a tensor lies along each axis."""
+"""The way in which a tensor lies along each axis."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sharded:
     inputs: tuple[Lying, ...]
     outputs: tuple[Lying, ...]
     grads: Mapping[int, Lying]
-    axes: tuple[Axis, ...]
+    axes: tuple[SharedAxis, ...]
     dims: tuple[tuple[tuple[Index, ...], ...], ...]
     unshared: tuple[Unshared, ...] = ()
 
@@ -68,7 +68,9 @@ class Sharded:
         return tuple(axis.name for how, axis in zip(lying, self.axes, strict=False) if how is SUM)
 
 
-def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False, terms: Collection[int] = ()) -> Sharded:
+def sharded(
+    joint: Joint, indexes: Indexed, axes: Sequence[SharedAxis], *, keep: bool = False, terms: Collection[int] = ()
+) -> Sharded:
     """Return the graph that each device of `axes` runs.
 
     With `keep`, what the forward has gathered is kept for the backward, else it is gathered again. The gradients of the
@@ -80,7 +82,9 @@ def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool 
 
 
 class _Builder:
-    def __init__(self, joint: Joint, indexes: Indexed, axes: Sequence[Axis], decisions: Sequence[Decision], keep: bool) -> None:
+    def __init__(
+        self, joint: Joint, indexes: Indexed, axes: Sequence[SharedAxis], decisions: Sequence[Decision], keep: bool
+    ) -> None:
         self._joint, self._indexes, self._axes, self._decisions = joint, indexes, axes, decisions
         mode = joint.inputs[0].meta["val"].fake_mode
         self._emit = Emitter(fx.Graph(), mode)

@@ -136,7 +136,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 Localize = Callable[[OpCall, Sequence[Shape]], Mapping[str, Any]]
-"""A function of the whole call and the shapes of a device's parts of the results; it returns the arguments that change."""
+"""A function of the whole call and the shapes of a device's parts of its results: it gives what arguments change."""
 
 
 def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:

@@ -15,9 +15,9 @@ from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, ke
 from piper_compiler.capture.stepgraph import Joint
 
 Nested = tuple[Index, ...]
-"""Indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
+"""The indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
 ParamNames = tuple[tuple[str, ...], ...]
-"""For each input of a chunk, its names in all chunks that are like this one."""
+"""The names of each input of a chunk in all chunks that are like this one."""
 Spots = Mapping[Index, Sequence[tuple[int, int]]]
 """An index -> the inputs that are parameters and have it, each with the dimension."""
 aten = torch.ops.aten
@@ -30,10 +30,10 @@ STACKED = 3
 def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Index, str]:
     """Return the names of indexes; `params` are the names of the chunk's inputs.
 
-    "heads" (of keys), "groups" (queries for each head of keys) and "head_dim" are those of attention, "vocab" the classes
-    of a cross-entropy and the rows that tokens choose of an embedding, "rows", "tokens" and "width" the dimensions of
-    values. "hidden" is what two parameters have and no value does. Any other is named after a parameter and its
-    dimension, as "layers.0.up.weight:0".
+    "heads" (of keys), "groups" (queries for each head of keys) and "head_dim" are those of attention, "vocab" the
+    classes of a cross-entropy and the rows that tokens choose of an embedding, "rows", "tokens" and "width" the
+    dimensions of values. "hidden" is what two parameters have and no value does. Any other is named after a
+    parameter and its dimension, as "layers.0.up.weight:0".
 
     Where attention is written out, "heads" and "groups" are what its products are made for one by one, and
     "experts" is likewise what a stack of weights has first. Heads of queries that all share one head of keys are not

@@ -50,7 +50,10 @@ def wants_whole(indexes: Indexed, index: Index) -> tuple[fx.Node, OpIndexes] | N
 
 
 def obstacle(indexes: Indexed, crossing: Set[Index], index: Index) -> str:
-    """Return why devices cannot share an index; "" where they can. `crossing` are those of what passes between chunks."""
+    """Return why devices cannot share an index; "" where they can.
+
+    The indexes of what passes between chunks are `crossing`.
+    """
     if index in crossing:
         return "it passes between chunks"
     found = wants_whole(indexes, index)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-import piper_ops  # noqa: F401  (registers the ops)
+import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import each
 from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-import piper_ops  # noqa: F401  (registers the ops)
+import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import OUT, Names, all_whole, each, lettered, rank
 from piper_compiler.capture.layouts.loops import Loops, OpCall

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import piper_ops  # noqa: F401  (registers the ops)
+import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import Names, lettered, rank
 from piper_compiler.capture.layouts.loops import At, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged

@@ -1,6 +1,7 @@
 """Take products apart from what is added to them, where the product is to be a sum over devices.
 
-Each device of an `addmm` whose inner loop is shared would add the bias: it would be there as often as there are devices.
+Each device of an `addmm` whose inner loop is shared would add the bias: it would be there as often as there are
+devices.
 """
 
 from __future__ import annotations
