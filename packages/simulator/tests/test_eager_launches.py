@@ -31,6 +31,16 @@ def test_cross_entropy_goes_over_float32_copies() -> None:
     assert [per_logit(k) for k in (half, single, double)] == [20, 16 + 8, 32 + 16]
 
 
+def test_a_part_of_a_vocabulary_is_looked_for_by_small_kernels() -> None:
+    """As torch's dispatcher counts them in `piper_ops.vocabulary`: 33 of the loss's part and 32 of its gradient, for one slice
+    in float32, and for two in bfloat16 43 and 36."""
+    parts = [replace(k, op=f"cross_entropy_part{end}") for k, end in ((FORWARD, ""), (GRADIENT, "_dgrad"))]
+    one = [replace(k, dims=(64, 100), dtype="float32") for k in parts]
+    two = [replace(k, dims=(2 * SLICE // CLASSES, CLASSES)) for k in parts]
+    assert [launched_by_torch(k).count for k in (*one, *two)] == [33, 32, 43, 36]
+    assert [per_logit(k) for k in parts] == [2 + (2 + 4) + 8 + 4, (2 + 4) + 8 + (4 + 2)]
+
+
 def test_a_short_row_is_read_once() -> None:
     """A block has 48 KiB, less 128 bytes: 12,255 numbers of float32, in loads of 16 bytes."""
     reads = {c: per_logit(replace(FORWARD, dims=(ROWS, c), dtype="float32")) / 4 - 1 for c in (1000, 1001, 1025, 12_252, 12_256)}

@@ -3,9 +3,11 @@
     before  layer0.F@0 on ranks 0..1, each with all heads
     after   layer0.F@0 on ranks 0..1, each with half of the heads; inside of the step they add up what they have made
 
-What is shared are indexes of the model: its heads, the hidden elements of its feed-forward parts. They are found in the
-captured graph, and the parameters follow. With index="tokens" each device computes its tokens of every op; around
-attention, which needs all of them, the devices exchange tokens for heads.
+What is shared are indexes of the model: its heads, the hidden elements of its feed-forward parts, the vocabulary of its
+embedding, output head and loss. They are found in the captured graph, and the parameters follow. An index whose size
+the devices cannot share evenly stays whole, and so does a parameter that two chunks cannot share alike. With
+index="tokens" each device computes its tokens of every op; around attention, which needs all of them, the devices
+exchange tokens for heads.
 
 Legality
  1. It stands before every other directive, and selects all chunks.

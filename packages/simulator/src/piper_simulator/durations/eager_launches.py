@@ -57,6 +57,8 @@ def launched_by_torch(kernel: Kernel) -> Launched:
     if kernel.op in _LOSSES and len(kernel.dims) == 2:
         rows, classes = (bind(d, 0) for d in kernel.dims)
         return _LOSSES[kernel.op](rows, classes, kernel.dtype)
+    if kernel.op in _SMALL:
+        return Launched(((nbytes, 1),), _SMALL[kernel.op])
     if kernel.op == "layer_norm_backward":  # its bytes: x, gradient and result
         return Launched(((nbytes, 1), (nbytes * 2 // 3, 1)))
     return Launched(((nbytes, 1),))
@@ -116,4 +118,30 @@ def _over(slices: tuple[int, ...], classes: int, per_logit: tuple[int, ...], sma
     return Launched(tuple((rows * classes * each, n) for each in per_logit for rows, n in counts.items()), small)
 
 
-_LOSSES = {"cross_entropy": _cross_entropy, "cross_entropy_dgrad": _cross_entropy_dgrad}
+def _cross_entropy_part(rows: int, classes: int, dtype: str) -> Launched:
+    """Count the kernels of a device's part of a cross-entropy.
+
+    First 21 that look for the targets' places, and four that pick logits there. Per slice: maximum, difference, exp,
+    sum; a comparison, a choice, logarithm and sum of one number per row, and a conversion in 16 bit."""
+    item, wide = _items(dtype)
+    slices = _slices(rows, classes)
+    return _over(slices, classes, (item, item + wide, 2 * wide, wide), 25 + (5 if item < wide else 4) * len(slices))
+
+
+def _cross_entropy_part_dgrad(rows: int, classes: int, dtype: str) -> Launched:
+    """Count the kernels of the gradient: 21 that look for places, two for what is subtracted there, five for the scale.
+
+    Per slice: difference to the logsumexp, exp, one subtracted at the target, product with the scale."""
+    item, wide = _items(dtype)
+    slices = _slices(rows, classes)
+    return _over(slices, classes, (item + wide, 2 * wide, wide + item), 28 + len(slices))
+
+
+_LOSSES = {
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_dgrad": _cross_entropy_dgrad,
+    "cross_entropy_part": _cross_entropy_part,
+    "cross_entropy_part_dgrad": _cross_entropy_part_dgrad,
+}
+_SMALL = {"embedding_part": 19, "embedding_part_dgrad": 19, "cross_entropy_joined": 8}
+"""The small kernels beside the one that moves an op's bytes: those that look for places, or that make one loss of many."""

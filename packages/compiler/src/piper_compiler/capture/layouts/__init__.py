@@ -1,8 +1,8 @@
 """Find the loops that run through a joint graph, and let the devices of an axis share them.
 
-`loops` says what an op tells of itself, the modules `rules_*` tell it for each op, and `indexes` puts the ops of a graph
-together. `choice` takes the indexes that an axis shares, `decide` says of each op what it is computed in parts of, and
-`local` rewrites the graph into that of one device.
+`loops` says what an op tells of itself, the modules `rules_*` tell it for each op, `rewrites` has other ops for parts
+that an op cannot compute itself, and `indexes` puts the ops of a graph together. `choice` takes the indexes that an
+axis shares, `decide` says of each op what it is computed in parts of, and `local` rewrites the graph for one device.
 """
 
 from collections.abc import Sequence
