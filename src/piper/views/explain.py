@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from piper.api.compiling import Compiled, advancing_notice
+from piper.views.explain_layouts import index_facts, layouts
 from piper.views.explain_recompute import recomputation
 from piper.views.explain_sharing import sharing
 from piper_ir.ops import Compute
@@ -30,6 +31,7 @@ def explain(compiled: Compiled) -> str:
         _split_backwards(compiled),
         recomputation(compiled.plan),
         sharing(compiled.plan, compiled.graph.replication),
+        layouts(compiled),
         _overlaps(compiled),
         _roles(compiled.plan),
         _communication(compiled.plan),
@@ -39,7 +41,7 @@ def explain(compiled: Compiled) -> str:
 
 
 def facts(compiled: Compiled) -> dict[str, Any]:
-    """Return facts for programs: the text, and per role its ranks, instructions and peak."""
+    """Return facts for programs: the text, the indexes of chunks, and per role its ranks, instructions and peak."""
     plan = compiled.plan
     roles = [
         {"role": r.role, "ranks": list(r.ranks), "instructions": len(r.program), "peak_bytes": r.peak_bytes, "peak_at": r.peak_at}
@@ -47,7 +49,7 @@ def facts(compiled: Compiled) -> dict[str, Any]:
     ]
     return {
         "plan": plan.key, "mesh": dict(plan.mesh.sizes), "microbatches": plan.microbatches, "rows": plan.rows, "roles": roles,
-        "directives": [str(a) for a in compiled.graph.log], "text": explain(compiled),
+        "directives": [str(a) for a in compiled.graph.log], "indexes": index_facts(compiled), "text": explain(compiled),
     }  # fmt: skip
 
 

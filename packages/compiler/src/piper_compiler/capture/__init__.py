@@ -8,6 +8,7 @@ from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture
 from piper_compiler.capture.codegen import StepCode, compile_step
 from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
+from piper_compiler.capture.layout_facts import ChunkFacts, IndexFacts, WorkFacts, layout_facts
 from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.recompute import POLICIES
@@ -19,9 +20,12 @@ __all__ = [
     "ASKED_ROWS",
     "Advancing",
     "Captured",
+    "ChunkFacts",
     "CodeStore",
+    "IndexFacts",
     "POLICIES",
     "StepCode",
+    "WorkFacts",
     "built_model",
     "capture",
     "check_autocast",
@@ -29,6 +33,7 @@ __all__ = [
     "check_rows",
     "compile_step",
     "flatten_batch",
+    "layout_facts",
     "named_tensors",
     "narrowest",
     "region",

@@ -41,6 +41,7 @@ class TraceSpec:
         shardings: how devices share its work.
         base: the code of which it is a form for devices that share it; "" where they do not.
         agreed: what these devices want of its parameters because other chunks have them, too.
+        params: for each input, its names in all chunks of the base.
     """
 
     cut: Cut
@@ -53,6 +54,7 @@ class TraceSpec:
     shardings: tuple[Sharding, ...] = ()
     base: str = ""
     agreed: Agreed = field(default_factory=Agreed)
+    params: tuple[tuple[str, ...], ...] = ()
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -100,18 +102,26 @@ class CodeStore:
         self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
         return made
 
-    def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed) -> str:
-        """Return the code id of a code for devices that share its work."""
-        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}".encode()).hexdigest()[:16]
-        self._recipes.setdefault(made, replace(self._recipes[code], shardings=asked, base=code, agreed=agreed))
+    def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed, params: tuple[tuple[str, ...], ...] = ()) -> str:
+        """Return the code id of a code for devices that share its work; names of `params` count where indexes are named."""
+        named = f" {params}" if any(s.index for s in asked) else ""
+        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}".encode()).hexdigest()[:16]
+        recipe = replace(self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params)
+        self._recipes.setdefault(made, recipe)
         return made
+
+    def recipe(self, code: str) -> TraceSpec:
+        """Return how a code is traced, without a policy of recomputation."""
+        return self._recipes[code]
 
     def layouts(self, code: str, rows: int) -> Sharded:
         """Return the graph of one of the devices that share a code, and how its tensors lie."""
         found = self._sharded.get((code, rows))
         if found is None:
             recipe = self._recipes[code]
-            found = self._sharded[code, rows] = shared_joint(self.joint(recipe.base, rows), recipe.shardings, recipe.agreed)
+            found = self._sharded[code, rows] = shared_joint(
+                self.joint(recipe.base, rows), recipe.shardings, recipe.agreed, recipe.params
+            )
         return found
 
     def joint(self, code: str, rows: int) -> Joint:

@@ -17,9 +17,15 @@ from piper_ops import is_model_code
 
 def line_of(node: fx.Node) -> str:
     """Return the user's "file:line (code)" for a node, or the node's name."""
+    frame = frame_of(node)
+    return f"{frame[0]}:{frame[1]} ({frame[2]})" if frame else str(node.format_node() or node)
+
+
+def frame_of(node: fx.Node) -> tuple[str, str, str] | None:
+    """Return the file, the line and the code of the user's line that made a node; None where it is not known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
     own = [f for f in frames if is_model_code(f[0])] or frames
-    return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else str(node.format_node() or node)
+    return (own[-1][0], own[-1][1], own[-1][2].strip()) if own else None
 
 
 def is_size(node: fx.Node) -> bool:

@@ -25,6 +25,11 @@ def listed(launched: Iterable[KernelInfo]) -> Cost:
     return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in launched))
 
 
+def flops_of(node: fx.Node) -> int:
+    """Return the FLOPs of an op."""
+    return aliasing.asked(kernel_of, node).flops if _launches(node) else 0
+
+
 def counted(cost: Cost) -> Cost:
     """Return a cost in which equal kernels are counted together, in the order of their first launch."""
     return Cost(tuple(replace(kernel, count=n) for kernel, n in Counter(cost.kernels).items()))

@@ -8,12 +8,19 @@ from dataclasses import replace
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import Captured
 from piper_compiler.capture.joint import TracedChunk
-from piper_compiler.capture.layouts import Agreed, Sharded, common_degrees, split_degrees
+from piper_compiler.capture.layouts import (
+    Agreed,
+    NamedIndexes,
+    Sharded,
+    check_asked,
+    common_degrees,
+    split_degrees,
+)
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.ties import Ties
 from piper_ir.errors import CaptureError, DirectiveError
 from piper_ir.layout import Sharding
-from piper_ir.program import Chunk, Param
+from piper_ir.program import Chunk, Param, Program
 
 
 def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Captured:
@@ -32,18 +39,38 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
 
 
 def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-    """Return how the devices of axes share all chunks, with the degrees into which each must be split for them."""
-    codes = dict.fromkeys(c.code for c in captured.program.chunks if not c.opaque)
-    joints = [captured.code.joint(code, TRACE_ROWS[0][0]) for code in codes]
-    each = [split_degrees(joint, asked) for joint in joints]
+    """Return how the devices of axes share all chunks, with the degrees into which each must be split for them.
+
+    Raises DirectiveError for indexes that the user names and devices cannot share.
+    """
+    params = params_of(captured.program)
+    joints = {code: captured.code.joint(code, TRACE_ROWS[0][0]) for code in params}
+    ids = {c.code: c.id for c in reversed(captured.program.chunks)}
+    for one in asked:
+        if one.index:
+            check_asked({ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, one)
+    each = [split_degrees(joint, asked, params[code]) for code, joint in joints.items()]
     degrees = [common_degrees([found[number] for found in each]) for number in range(len(asked))]
     return tuple(replace(one, split=found) if len(found) > 1 else one for one, found in zip(asked, degrees, strict=True))
+
+
+def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return for each code, opaque ones left out, and for each input its names in the chunks that have the code."""
+    having: dict[str, list[Chunk]] = {}
+    for chunk in program.chunks:
+        if not chunk.opaque:
+            having.setdefault(chunk.code, []).append(chunk)
+    return {
+        code: tuple(tuple(dict.fromkeys(i.ref for i in same)) for same in zip(*(c.inputs for c in chunks), strict=True))
+        for code, chunks in having.items()
+    }
 
 
 class _Shared:
     def __init__(self, captured: Captured, asked: tuple[Sharding, ...]) -> None:
         self._captured, self._asked = captured, asked
         self._bodies: dict[str, Chunk] = {}
+        self._params_of = params_of(captured.program)
         self._ties = Ties(captured.program, self._layouts)
 
     def captured(self) -> Captured:
@@ -65,7 +92,7 @@ class _Shared:
                 )
 
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
-        return self._captured.code.shared(chunk.code, self._asked, agreed)
+        return self._captured.code.shared(chunk.code, self._asked, agreed, self._params_of[chunk.code])
 
     def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | None:
         """Return how a chunk is shared; None for one that autograd runs as it is, which every device computes whole."""

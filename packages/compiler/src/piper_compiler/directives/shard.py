@@ -81,8 +81,11 @@ class Shard:
 def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding, ...]:
     """Return how devices are asked to share chunks, for the axes with more than one device."""
     asked = [d for d in directives if isinstance(d, Shard)]
-    return tuple(
-        Sharding(d.over, mesh.size(d.over), (), d.stream, d.keep, context=d.index in (TOKENS, (TOKENS,)))
-        for d in asked
-        if mesh.size(d.over) > 1
-    )
+    return tuple(_sharding(d, mesh.size(d.over)) for d in asked if mesh.size(d.over) > 1)
+
+
+def _sharding(asked: Shard, degree: int) -> Sharding:
+    index = (asked.index,) if isinstance(asked.index, str) else asked.index
+    if index == (TOKENS,):
+        return Sharding(asked.over, degree, (), asked.stream, asked.keep, context=True)
+    return Sharding(asked.over, degree, index, asked.stream, asked.keep)

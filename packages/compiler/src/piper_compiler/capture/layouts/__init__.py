@@ -1,19 +1,42 @@
 """Find the loops that run through a joint graph, and let the devices of an axis share them.
 
 `loops` says what an op tells of itself, the modules `rules_*` tell it for each op, `rewrites` has other ops for parts
-that an op cannot compute itself, and `indexes` puts the ops of a graph together. `choice` takes the indexes that an
-axis shares, `decide` says of each op what it is computed in parts of, and `local` rewrites the graph for one device.
+that an op cannot compute itself, and `indexes` puts the ops of a graph together. `names` calls indexes as people do,
+`asked` checks those that the user names, `choice` takes the indexes that an axis shares, `decide` says of each op what
+it is computed in parts of, and `local` rewrites the graph for one device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from piper_compiler.capture.layouts.choice import common_degrees, share, split_degrees
+from torch import fx
+
+from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
+from piper_compiler.capture.layouts.choice import Shared, common_degrees, share, shareable, split_degrees, steps_of, uneven
+from piper_compiler.capture.layouts.decide import Decision, decided
 from piper_compiler.capture.layouts.local import Sharded, sharded
+from piper_compiler.capture.layouts.names import AskedIndexes, ParamNames
+from piper_compiler.capture.layouts.reasons import title
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
-__all__ = ["Agreed", "Sharded", "common_degrees", "shared_joint", "split_degrees"]
+__all__ = [
+    "Agreed",
+    "AskedIndexes",
+    "NamedIndexes",
+    "Parted",
+    "Sharded",
+    "check_asked",
+    "common_degrees",
+    "parted",
+    "shareable",
+    "shared_joint",
+    "split_degrees",
+    "steps_of",
+    "title",
+    "uneven",
+]
 
 
 @dataclass(frozen=True)
@@ -34,9 +57,32 @@ class Agreed:
         return f"{sorted(self.whole)} {sorted(self.terms)}"
 
 
-def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed()) -> Sharded:
-    """Return the graph of one of the devices that share a chunk."""
-    found = share(joint, shardings, agreed.whole)
+@dataclass(frozen=True)
+class Parted:
+    """Hold a chunk that devices share, and how its tensors lie along each axis."""
+
+    shared: Shared
+    decisions: tuple[Decision, ...]
+
+    @property
+    def ops(self) -> Iterable[fx.Node]:
+        return self.shared.indexes.ops
+
+    def degree(self, node: fx.Node) -> int:
+        """Return into how many parts an op is taken."""
+        axes = zip(self.shared.axes, self.decisions, strict=True)
+        return prod(axis.degree for axis, decision in axes if node in decision.along)
+
+
+def parted(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Parted:
+    """Return what the devices that share a chunk compute in parts."""
+    found = share(joint, shardings, agreed.whole, params)
+    return Parted(found, tuple(decided(found.joint, found.indexes, axis, agreed.terms) for axis in found.axes))
+
+
+def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Sharded:
+    """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs in all like it."""
+    found = share(joint, shardings, agreed.whole, params)
     keep = any(s.keep for s in shardings)
     made = sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
     return replace(made, unshared=found.unshared)

@@ -16,17 +16,14 @@ from math import gcd, prod
 import torch
 from torch import fx
 
-from piper_compiler.capture.layouts.decide import Axis
+from piper_compiler.capture.layouts.decide import TOKENS, Axis
 from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding
 
-Nested = tuple[Index, ...]
-"""Indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
-TOKENS = 1
-"""The dimension of a value or batch tensor that holds the tokens."""
 HEADS = 2
 """The dimension of a query of attention that holds the heads."""
 
@@ -56,7 +53,7 @@ def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tup
 
     The inputs `kept` are to stay whole.
     """
-    crossing = _in_crossing(joint, indexes)
+    crossing = in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
     whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
     found: dict[Index, Nested] = {}
@@ -130,9 +127,9 @@ class _Chosen:
         return found
 
 
-def split_degrees(joint: Joint, asked: Sequence[Sharding]) -> tuple[tuple[int, ...], ...]:
+def split_degrees(joint: Joint, asked: Sequence[Sharding], params: ParamNames = ()) -> tuple[tuple[int, ...], ...]:
     """Return the degrees into which each axis must be split to share the indexes of a chunk."""
-    chosen = _chosen(joint, asked)
+    chosen = _chosen(joint, asked, (), params)
     points: list[set[int]] = [{1, claim.asked.degree} for claim in chosen.claims]
     for nest, numbers in chosen.of_nests().items():
         steps = steps_of(nest, prod(chosen.claims[n].asked.degree for n in numbers)) or ()
@@ -150,9 +147,9 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return refined(each, prod(each[0]))
 
 
-def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = ()) -> _Chosen:
+def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames) -> _Chosen:
     """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
-    joint, first = _unfused(joint)
+    joint, first = taken_apart(joint)
     nests, heads = shareable(joint, first, kept), _heads(first)
     tensor = prod(s.degree for s in asked if not s.context)
     claims, others = [], []
@@ -162,8 +159,9 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = ())
             inside = tuple(nest for nest in heads if steps_of(nest, tensor * one.degree) is not None)
             claims.append(_Claim(one, (), stream, inside))
             continue
-        fitting = tuple(n for n in nests if steps_of(n, one.degree) is not None)
-        others += [(n, one.degree) for n in nests if n not in fitting]
+        wanted = AskedIndexes(one.index, params).among(joint, first, nests)
+        fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
+        others += [(n, one.degree) for n in wanted if n not in fitting]
         claims.append(_Claim(one, fitting, stream))
     chosen = _Chosen(joint, first, tuple(claims), tuple(others))
     _check_tokens(chosen)
@@ -185,9 +183,12 @@ def _heads(indexes: Indexed) -> tuple[Nested, ...]:
     return tuple(dict.fromkeys(op.tensors[op.call.number("q")][HEADS] for op in ops))
 
 
-def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = ()) -> Shared:
-    """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole."""
-    chosen = _chosen(joint, asked, kept)
+def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()) -> Shared:
+    """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole.
+
+    `params` are for each input its names in all chunks that are like this one, by which indexes may be asked for.
+    """
+    chosen = _chosen(joint, asked, kept, params)
     first, of_nests = chosen.indexes, chosen.of_nests()
     places: dict[tuple[Nested, int], list[_Place]] = {}
     for nest, numbers in of_nests.items():
@@ -210,10 +211,10 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = ()) -
     return Shared(chosen.joint, cut, tuple(axes), unshared)
 
 
-def _unfused(joint: Joint) -> tuple[Joint, Indexed]:
-    """Return the chunk without the ops that would keep devices from sharing what a product sums over."""
+def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
+    """Return the chunk and its indexes, without the ops that would keep devices from sharing what a product sums over."""
     first = indexed(joint)
-    crossing = _in_crossing(joint, first)
+    crossing = in_crossing(joint, first)
 
     def chosen(node: fx.Node) -> bool:
         factor = first.ops[node].tensors[1]
@@ -223,7 +224,8 @@ def _unfused(joint: Joint) -> tuple[Joint, Indexed]:
     return apart, first if apart is joint else indexed(apart)
 
 
-def _in_crossing(joint: Joint, indexes: Indexed) -> set[Index]:
+def in_crossing(joint: Joint, indexes: Indexed) -> set[Index]:
+    """Return the indexes of what passes between chunks."""
     return {i for node in _crossing(joint) for dim in indexes.tensors[key_of(node)] for i in dim}
 
 
@@ -298,14 +300,20 @@ def _found(indexes: Indexed, place: _Place) -> Index:
     raise AssertionError(f"no index at {place}")
 
 
-def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
-    """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
+def uneven(nest: Nested, degree: int) -> str:
+    """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
+    if steps_of(nest, degree) is not None:
+        return ""
     size = prod(i.size for i in nest)
     others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
     nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
     instead = f"; {nearest} can" if nearest else ""
+    return f"{degree} devices cannot share {size} evenly{instead}"
+
+
+def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
+    """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
     for k, node in enumerate(joint.inputs):
         for dim, inside in enumerate(indexes.tensors.get((node, 0), ())):
             if joint.kinds[k] == "param" and _has(inside, nest):
-                whole = prod(i.size for i in inside)
-                yield Unshared(k, dim, whole, f"{degree} devices cannot share {size} evenly{instead}")
+                yield Unshared(k, dim, prod(i.size for i in inside), uneven(nest, degree))

@@ -26,6 +26,8 @@ class Sum(Enum):
 
 
 SUM = Sum.SUM
+TOKENS = 1
+"""The dimension of a value or batch tensor that holds the tokens."""
 Along = Index | Sum | None
 """How a tensor lies along an axis: in parts of an index, as a sum, or None: equal on all devices."""
 
@@ -59,6 +61,7 @@ class Decision:
         wanted: for each op, how it wants the tensors among its arguments.
         results: how the graph's outputs and gradients must lie, by node.
         rewritten: the ops that others compute in parts, each with the index.
+        along: the ops that are computed in parts, each with the index.
     """
 
     made: dict[TensorKey, Along] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class Decision:
     wanted: dict[fx.Node, tuple[Along, ...]] = field(default_factory=dict)
     results: dict[fx.Node, Along] = field(default_factory=dict)
     rewritten: dict[fx.Node, Index] = field(default_factory=dict)
+    along: dict[fx.Node, Index] = field(default_factory=dict)
 
     def of(self, key: TensorKey) -> Along:
         """Return how users find a tensor."""
@@ -111,7 +115,7 @@ class _Pass:
             made[node, 0] = self._first(self._axis.weights, node)
         for k, node in enumerate(self._joint.inputs):
             if self._joint.kinds[k] == "value":
-                made[node, 0] = self._first(self._axis.stream, node)
+                made[node, 0] = self._boundary(node)
         for k, node in self._joint.tangents.items():
             made[node, 0] = self._boundary(self._joint.outputs[k])
 
@@ -132,8 +136,10 @@ class _Pass:
             if any(index in dim for dim in dims) and len(argument[0].users) == 1:
                 self._ask(argument, index)
 
-    def _boundary(self, output: fx.Node) -> Along:
-        return self._first(self._axis.stream, output)
+    def _boundary(self, node: fx.Node) -> Along:
+        """Return how what passes between chunks lies: by its second dimension alone, so that all chunks see it alike."""
+        dims = self._indexes.tensors[key_of(node)]
+        return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
 
     def _first(self, wanted: frozenset[Index], node: fx.Node) -> Index | None:
         """Return the first index of a node's tensor that is among `wanted`."""
@@ -147,6 +153,7 @@ class _Pass:
         if index is not None:
             wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
             made = _made_along(op, index)
+            self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
         elif (sums := frozenset(k for k, how in enumerate(lying) if how is SUM)) and sums in op.loops.linear:

@@ -16,6 +16,10 @@ KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
 """The keys of a node's meta that say where it comes from."""
 
 
+WHY = "exchange_for"
+"""The key of a node's meta that says what a collective is for."""
+
+
 class Emitter:
     """Build a graph node by node."""
 
@@ -24,11 +28,11 @@ class Emitter:
         self._meta: Mapping[str, Any] | None = None
 
     @contextmanager
-    def like(self, node: fx.Node, late: bool) -> Iterator[None]:
-        """Let all nodes come from where `node` does, in the backward if `late`."""
+    def like(self, node: fx.Node, late: bool, why: str = "") -> Iterator[None]:
+        """Let all nodes come from where `node` does, in the backward if `late`; `why` says what collectives are for."""
         before = self._meta
         tag = "is_backward" if late else "is_forward"
-        self._meta = {**{k: node.meta[k] for k in KEPT_META if k in node.meta}, "partitioner_tag": tag}
+        self._meta = {**{k: node.meta[k] for k in KEPT_META if k in node.meta}, "partitioner_tag": tag, WHY: why}
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, de
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopPlace
+from piper_compiler.capture.layouts.reasons import reason, title
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import DimPart, Layout
@@ -169,7 +170,7 @@ class _Builder:
         (rewrite,) = {op.rewrite(i) for i in indexes if i is not None} or {None}
         if rewrite is None:
             return ()
-        with self._emit.like(node, node in self._backward):
+        with self._emit.like(node, node in self._backward, f"in {title(node)}"):
             return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
 
     def _places(self, op: OpIndexes, indexes: Sequence[Index | None]) -> Iterator[LoopPlace]:
@@ -215,7 +216,7 @@ class _Builder:
         base = self._of_base(key, before, want, late, user)
         if base is not None:
             return base
-        with self._emit.like(user, late):
+        with self._emit.like(user, late, reason(key, user, summed=SUM in before)):
             source = convert(self._emit, source, self._indexes.tensors[key], self._axes, before, want)
         return source
 
@@ -238,11 +239,11 @@ class _Builder:
 
 
 def _local(shape: Sequence[int], dims: Sequence[tuple[Index, ...]], lying: Any) -> tuple[int, ...]:
+    """Return the shape of a device's part; an index that stands in two dimensions is taken apart in the first."""
     found = list(shape)
     for how, axis in lying:
-        for d, inside in enumerate(dims):
-            if isinstance(how, Index) and how in inside:
-                found[d] //= axis.degree
+        if isinstance(how, Index):
+            found[next(d for d, inside in enumerate(dims) if how in inside)] //= axis.degree
     return tuple(found)
 
 

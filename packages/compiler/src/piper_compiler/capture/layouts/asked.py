@@ -1,0 +1,106 @@
+"""Check that the indexes that a user names are there and can be shared, and say what can where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from piper_compiler.capture.layouts.choice import in_crossing, shareable, taken_apart, uneven
+from piper_compiler.capture.layouts.indexes import Index, Indexed
+from piper_compiler.capture.layouts.names import AskedIndexes, Nested, Spots, names_of, spots_of
+from piper_compiler.capture.layouts.reasons import obstacle
+from piper_compiler.capture.stepgraph import Joint
+from piper_ir.errors import DirectiveError
+from piper_ir.layout import Sharding
+
+
+@dataclass(frozen=True)
+class NamedIndexes:
+    """Hold the indexes of a chunk with their names.
+
+    Attributes:
+        params: for each input, its names in the chunks that are like this one.
+    """
+
+    joint: Joint
+    indexes: Indexed
+    params: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(joint: Joint, params: Sequence[Sequence[str]]) -> NamedIndexes:
+        """Return those of a chunk."""
+        return NamedIndexes(*taken_apart(joint), tuple(map(tuple, params)))
+
+    @cached_property
+    def names(self) -> Mapping[Index, str]:
+        return names_of(self.joint, self.indexes, [each[0] if each else "" for each in self.params])
+
+    def dims(self, number: int) -> tuple[Nested, ...]:
+        """Return the indexes of each dimension of an input."""
+        return self.indexes.tensors[self.joint.inputs[number], 0]
+
+    @cached_property
+    def spots_by_input(self) -> Spots:
+        """Return for each index the inputs that are parameters and have it, each with the dimension."""
+        return spots_of(self.joint, self.indexes)
+
+    @cached_property
+    def spots(self) -> Mapping[Index, tuple[str, ...]]:
+        """Return for each index the dimensions of parameters that have it, as "layers.0.up.weight:0"."""
+        found = self.spots_by_input.items()
+        return {index: tuple(f"{self.params[k][0]}:{dim}" for k, dim in where) for index, where in found}
+
+    @cached_property
+    def nests(self) -> tuple[Nested, ...]:
+        """Return what devices can share."""
+        return shareable(self.joint, self.indexes)
+
+    @cached_property
+    def crossing(self) -> frozenset[Index]:
+        return frozenset(in_crossing(self.joint, self.indexes))
+
+    def obstacle(self, index: Index) -> str:
+        """Return why devices cannot share an index; "" where they can."""
+        return obstacle(self.indexes, self.crossing, index)
+
+    def refusals(self, name: str, degree: int) -> Iterator[str]:
+        """Yield why devices cannot share what a name stands for here."""
+        wanted = AskedIndexes((name,), self.params)
+        nests = wanted.among(self.joint, self.indexes, self.nests)
+        yield from (problem for nest in nests if (problem := uneven(nest, degree)))
+        if not nests:
+            named = sorted(wanted.named(self.joint, self.indexes, name), key=lambda i: i.number)
+            yield from (f"{problem}{_at(self.spots.get(i, ()))}" for i in named if (problem := self.obstacle(i)))
+
+    def has(self, name: str) -> bool:
+        return bool(AskedIndexes((name,), self.params).named(self.joint, self.indexes, name))
+
+
+def _at(spots: Sequence[str]) -> str:
+    return f" (parameters {', '.join(spots[:3])}{', ...' if len(spots) > 3 else ''})" if spots else ""
+
+
+def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
+    """Raise DirectiveError where a name stands for nothing, or for something that devices cannot share.
+
+    `chunks` are those with code of their own, by their ids.
+    """
+    for name in asked.index:
+        having = {id: chunk for id, chunk in chunks.items() if chunk.has(name)}
+        if not having:
+            raise DirectiveError(f"shard(index={name!r}): there is no such index; {_offered(chunks)}")
+        for id, chunk in having.items():
+            for problem in chunk.refusals(name, asked.degree):
+                hint = '; stream="tokens" shares it' if name == "tokens" else ""
+                raise DirectiveError(f"shard(index={name!r}): devices cannot share it in {id}: {problem}{hint}")
+
+
+def _offered(chunks: Mapping[str, NamedIndexes]) -> str:
+    """Return the names of what devices can share."""
+    found = dict.fromkeys(c.names[nest[0]] for c in chunks.values() for nest in c.nests)
+    named = [n for n in found if ":" not in n]
+    spots = (spot for c in chunks.values() for where in c.spots.values() for spot in where)
+    others = next((n for n in found if ":" in n), None) or next(spots, "")
+    also = f"a dimension of a parameter is written {others!r}" if others else ""
+    return "; ".join(filter(None, (f"there is {', '.join(named)}" if named else "", also))) or "nothing can be shared"

@@ -1,0 +1,165 @@
+"""Explain the indexes of a model's chunks, and what the devices that share them compute and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from piper.api.compiling import Compiled
+from piper_ir.plan import Plan
+from piper_ir.program import Chunk
+from piper_ir.sizes import bind
+from piper_ir.tools import size_text
+
+if TYPE_CHECKING:
+    from piper_compiler.capture import ChunkFacts, IndexFacts, WorkFacts
+
+MOST = 4
+"""The number of names of one kind that are listed."""
+WIDEST, HANGING = 118, " " * 10
+"""The letters of a line, and where what does not fit goes on."""
+
+
+def layouts(compiled: Compiled) -> str:
+    """Return the indexes of each chunk with code of its own, and how devices share them; "" without code."""
+    if compiled.code is None:
+        return ""
+    from piper_compiler.capture import layout_facts
+
+    found = layout_facts(compiled.code, compiled.program)
+    if not any(facts.shardings for facts in found):
+        return "\n".join(["indexes, which devices can share by `shard`", *(f"  {_short(facts)}" for facts in found)])
+    lines = (line for facts in found for line in (*_indexes(facts), *_shared(compiled.plan, facts)))
+    return "\n".join(["indexes, and what devices share", *(wrapped for line in lines for wrapped in _wrapped(f"  {line}"))])
+
+
+def index_facts(compiled: Compiled) -> list[dict[str, object]]:
+    """Return the indexes of each chunk with code of its own, for programs."""
+    if compiled.code is None:
+        return []
+    from piper_compiler.capture import layout_facts
+
+    return [
+        {
+            "chunks": list(facts.ids),
+            "indexes": [
+                {"name": i.name, "size": list(i.size), "params": list(i.params), "shared": i.shared, "obstacle": i.obstacle}
+                for i in facts.indexes
+            ],
+        }
+        for facts in layout_facts(compiled.code, compiled.program)
+    ]
+
+
+def _wrapped(line: str) -> list[str]:
+    return wrap(line, WIDEST, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False)
+
+
+def _ids(ids: Sequence[str]) -> str:
+    return ", ".join(ids) if len(ids) <= MOST else f"{ids[0]} .. {ids[-1]} ({len(ids)} alike)"
+
+
+def _short(facts: ChunkFacts) -> str:
+    can = [f"{i.name} {_size(i)}" for i in facts.indexes if not i.obstacle and i.params]
+    return f"{_ids(facts.ids)}: {', '.join(can) or 'none'}{_without_rules(facts)}"
+
+
+def _without_rules(facts: ChunkFacts) -> str:
+    return f"; ops without a rule: {_listed(facts.unknown)}" if facts.unknown else ""
+
+
+def _size(index: IndexFacts) -> str:
+    return "/".join(map(str, index.size))
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(dict.fromkeys(names))
+    return ", ".join(found[:MOST]) + (f", {len(found) - MOST} more" if len(found) > MOST else "")
+
+
+def _indexes(facts: ChunkFacts) -> Iterator[str]:
+    """Yield a line for each index but the rows: its size, whether devices share it, and where it stands."""
+    prefix = _prefix(facts.inputs.values())
+    yield f"{_ids(facts.ids)}{f', parameters of {prefix[:-1]}' if prefix else ''}"
+    known = sorted((i for i in facts.indexes if i.name != "rows"), key=lambda i: (i.shared == 1, bool(i.obstacle)))
+    shown = [(f"{i.name.removeprefix(prefix)} {_size(i)}", i) for i in known]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, index in shown:
+        where = _places(p.removeprefix(prefix) for p in index.params)
+        yield f"  {name:{width}}  {'; '.join(filter(None, (_verdict(index), where)))}"
+    if facts.unknown:
+        yield f"  computed whole, without a rule: {_listed(facts.unknown)}"
+
+
+def _prefix(names: Iterable[str]) -> str:
+    """Return the folders, so to speak, that all names have in common, with the dot."""
+    split = [name.split(".")[:-1] for name in names]
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False))
+    return "".join(f"{parts[0]}." for parts in same)
+
+
+def _places(spots: Iterable[str]) -> str:
+    """Return dimensions of parameters, those that are the same together: "q, k:0, out:1"."""
+    by_dim: dict[str, list[str]] = {}
+    for spot in spots:
+        name, _, dim = spot.rpartition(":")
+        by_dim.setdefault(dim, []).append(name.removesuffix(".weight"))
+    return ", ".join(f"{_listed(names)} :{dim}" for dim, names in by_dim.items())
+
+
+def _verdict(index: IndexFacts) -> str:
+    if index.shared > 1:
+        return f"shared by {index.shared}"
+    return f"whole: {index.obstacle}" if index.obstacle else "whole"
+
+
+def _shared(plan: Plan, facts: ChunkFacts) -> Iterator[str]:
+    """Yield what each of the devices has, computes whole, and exchanges."""
+    if facts.work is None or facts.unshared is None:
+        return
+    prefix = _prefix(facts.inputs.values())
+    axes = ", ".join(f"{name}={size}" for asked in facts.shardings for name, size in asked.axes)
+    yield f"  {axes}: {_parameters(plan.chunk(facts.ids[0]), facts)}"
+    for why in dict.fromkeys(facts.unshared.values()):
+        names = (facts.inputs[k].removeprefix(prefix) for k, reason in facts.unshared.items() if reason == why)
+        yield f"    not shared: {_listed(names)}: {why}"
+    yield f"    computed whole on each device: {_work(facts.work)}"
+    yield from _collectives(plan.chunk(facts.ids[0]))
+    yield from _summed(plan, facts, prefix)
+
+
+def _parameters(chunk: Chunk, facts: ChunkFacts) -> str:
+    held = {k: bind(chunk.inputs[k].spec.nbytes, 0) for k in facts.inputs}
+    total, whole = sum(held.values()), sum(held[k] for k in facts.unshared or ())
+    if not total:
+        return "no parameters"
+    return f"{size_text(total)} of parameters on each device, {whole / total:.1%} of them whole"
+
+
+def _work(work: WorkFacts) -> str:
+    if not work.whole:
+        return "nothing that counts FLOPs"
+    return f"{work.share:.2%} of its FLOPs: {_listed(work.whole)}"
+
+
+def _collectives(chunk: Chunk) -> Iterator[str]:
+    for step, signature in chunk.steps.items():
+        for c in signature.collectives:
+            yield f"    {step}  {c.kind:14} {size_text(bind(c.nbytes, 0)):>8} over {c.axis} {c.why}"
+
+
+def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:
+    """Yield the parameters whose gradients buckets add up over the devices."""
+    chunk = plan.chunk(facts.ids[0])
+    params = {p.name: p for p in plan.params}
+    buckets: Mapping[str, str] = {name: b.id for b in plan.buckets for name in b.params}
+    found: dict[tuple[str, ...], list[int]] = {}
+    for k in facts.inputs:
+        if along := params[chunk.inputs[k].ref].summed:
+            found.setdefault(along, []).append(k)
+    for along, numbers in found.items():
+        names = _listed(facts.inputs[k].removeprefix(prefix) for k in numbers)
+        where = dict.fromkeys(buckets[chunk.inputs[k].ref] for k in numbers if chunk.inputs[k].ref in buckets)
+        yield f"    gradients summed over {', '.join(along)} with {_listed(where)}: {names}"
