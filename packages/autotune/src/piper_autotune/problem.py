@@ -116,7 +116,8 @@ class TuningProblem:
 
 def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = (), variants: Iterable[Chunk] = ()) -> Plan:
     """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan."""
-    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants))
+    shared = tuple(axis for axis, _ in program.axes)
+    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants), shared=shared)
 
 
 Wanted = int | tuple[int, tuple[str, ...]]

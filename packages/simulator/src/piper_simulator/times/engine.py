@@ -11,7 +11,7 @@ they were made.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +20,7 @@ from simpy.events import Timeout
 
 from piper_ir.steady_state import host_seconds, later_half, steady
 from piper_ir.timing import Prepared, Times, after_updates
+from piper_simulator.contention.loads import Piece
 from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
 
 Running = Generator[Event, None, None]
@@ -33,14 +34,16 @@ def run_engine(
     issue: float = 0.0,
     steps: int = 1,
     flows: Sequence[Flow] | None = None,
+    inside: Mapping[int, Sequence[Piece]] | None = None,
 ) -> list[Times]:
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
     member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` give for each group its
-    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared.
+    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
+    pieces of the nodes with messages inside of their steps, which share links like others.
     """
-    engine = _Engine(prepared, durations, latency, issue, steps, flows)
+    engine = _Engine(prepared, durations, latency, issue, steps, flows, inside or {})
     engine.env.run()
     return engine.finish()
 
@@ -49,7 +52,15 @@ PERIOD_STEPS = 6, 16
 """The numbers of steps that are run to see them repeat, first the one, then the other."""
 
 
-def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
+def period(
+    prepared: Prepared,
+    durations: Sequence[float],
+    flows: Sequence[Flow],
+    *,
+    latency: float,
+    issue: float,
+    inside: Mapping[int, Sequence[Piece]] | None = None,
+) -> float:
     """Return the period as `piper_ir.steady_state.period` does, but under contention.
 
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
@@ -60,7 +71,7 @@ def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow]
     if not last:
         return 0.0
     for steps in PERIOD_STEPS:
-        times = run_engine(prepared, durations, latency=latency, issue=issue, steps=steps, flows=flows)
+        times = run_engine(prepared, durations, latency=latency, issue=issue, steps=steps, flows=flows, inside=inside)
         ends = [[t.end[x] for x in last] for t in times]
         history = [row for row in ends if max(row) <= min(ends[-1])]
         for n in range(1, len(history) + 1):
@@ -187,8 +198,10 @@ class _Engine:
         issue: float,
         steps: int,
         flows: Sequence[Flow] | None,
+        inside: Mapping[int, Sequence[Piece]],
     ) -> None:
         self.env = Environment()
+        self.inside = inside
         self.prepared, self.durations, self.latency, self.issue = prepared, durations, latency, issue
         n = len(prepared)
         self.times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
@@ -238,7 +251,10 @@ class _Engine:
                 times.ready[node] = ready
                 if meeting is None:
                     times.start[node] = env.now
-                    if duration:
+                    if shared is not None and node in self.inside:
+                        for seconds, flow in self.inside[node]:
+                            yield shared.begin(role, seconds, flow)
+                    elif duration:
                         yield Timeout(env, duration) if shared is None else shared.begin(role, duration, None)
                 elif (gate := meeting.come()) is not None:
                     yield gate
