@@ -29,6 +29,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.graph import Applied, Graph
 from piper_ir.memory import with_peaks
+from piper_ir.mesh import Mesh, whole_axis
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.timing import Prepared
@@ -91,9 +92,19 @@ def compiled(request: CompileRequest) -> Lowered:
 
 def step_graph(request: CompileRequest, program: Program) -> Graph:
     """Return the graph of a whole training step, in which a node stands for all microbatches."""
-    graph = build_graph(program, request.strategy.mesh, request.costs)
+    graph = build_graph(program, split_mesh(request.strategy.mesh, program), request.costs)
     graph = apply_directives(graph, request.strategy.directives)
     return complete(graph, request.training)
+
+
+def split_mesh(mesh: Mesh, program: Program) -> Mesh:
+    """Return the mesh with the axes split along which a program's chunks are shared by parts of the devices."""
+    degrees: dict[str, list[int]] = {}
+    for axis, degree in program.axes:
+        degrees.setdefault(whole_axis(axis), []).append(degree)
+    for axis, each in degrees.items():
+        mesh = mesh.split(axis, each)
+    return mesh
 
 
 def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:

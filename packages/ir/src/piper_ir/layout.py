@@ -46,6 +46,7 @@ class Sharding:
         index: names of the indexes that they share; all that can be shared where none is named.
         stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
         keep: whether what the forward gathers is kept for the backward, and not gathered again.
+        split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
     """
 
     over: str
@@ -53,6 +54,14 @@ class Sharding:
     index: tuple[str, ...] = ()
     stream: str = ""
     keep: bool = False
+    split: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Return the axis, or those into which it is split, with their sizes."""
+        if len(self.split) < 2:
+            return ((self.over, self.degree),)
+        return tuple((f"{self.over}.{k}", degree) for k, degree in enumerate(self.split))
 
 
 @dataclass(frozen=True, slots=True)

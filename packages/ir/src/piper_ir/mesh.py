@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -19,6 +19,17 @@ that share states along `dp`.
 """
 
 
+def whole_axis(name: str) -> str:
+    """Return the axis of which an axis is a part (`Mesh.split`); any other is its own."""
+    whole, dot, number = name.partition(".")
+    return whole if dot and number.isdigit() else name
+
+
+def _speed(axis: str) -> tuple[int, int]:
+    whole = whole_axis(axis)
+    return AXES.index(whole), -int(axis[len(whole) + 1 :] or 0)
+
+
 @dataclass(frozen=True, init=False)
 class Mesh:
     """Arrange ranks along named axes: `Mesh(pp=4, dp=2)` has 8 ranks.
@@ -31,13 +42,25 @@ class Mesh:
     def __init__(self, sizes: tuple[tuple[str, int], ...] = (), **axes: int) -> None:
         given = dict(sizes) | axes
         for name, size in given.items():
-            if name not in AXES:
+            if whole_axis(name) not in AXES:
                 raise CompileError(f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}")
             if type(size) is not int or size < 1:
                 raise CompileError(f"Mesh: axis {name} has size {size!r}; a positive integer is needed")
-        object.__setattr__(self, "sizes", tuple((a, given[a]) for a in AXES if given.get(a, 1) > 1))
+        object.__setattr__(self, "sizes", tuple((a, given[a]) for a in sorted(given, key=_speed) if given[a] > 1))
         if self.world > MOST_RANKS:
             raise CompileError(f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes")
+
+    def split(self, axis: str, degrees: Sequence[int]) -> Mesh:
+        """Return the same ranks with an axis in several: "tp.0", "tp.1", ..., of which the last varies fastest."""
+        if len(degrees) == 1:
+            return self
+        parts = ((f"{axis}.{k}", degree) for k, degree in enumerate(degrees))
+        return Mesh((*((a, n) for a, n in self.sizes if a != axis), *parts))
+
+    def along(self, axis: str) -> tuple[str, ...]:
+        """Return the axis, or the axes into which it is split, fastest first; "tp.0+tp.1" names some of these."""
+        named = axis.split("+")
+        return tuple(a for a in self.axes if a in named or whole_axis(a) in named)
 
     def size(self, axis: str) -> int:
         """Return the number of coordinates along an axis."""

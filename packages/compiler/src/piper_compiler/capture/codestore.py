@@ -109,10 +109,10 @@ class CodeStore:
         found = self._sharded.get((code, rows))
         if found is None:
             recipe = self._recipes[code]
-            found = self._sharded[code, rows] = shared_joint(self._joint(recipe.base, rows), recipe.shardings)
+            found = self._sharded[code, rows] = shared_joint(self.joint(recipe.base, rows), recipe.shardings)
         return found
 
-    def _joint(self, code: str, rows: int) -> Joint:
+    def joint(self, code: str, rows: int) -> Joint:
         """Return the graph of forward and backward, which policies and devices that share it have in common."""
         recipe = self._recipes[code]
         if recipe.shardings:
@@ -146,7 +146,7 @@ class CodeStore:
     def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
         if recipe.piece.opaque:
             return recipe.opaque(rows)
-        return cut_chunk(self._joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep)
+        return cut_chunk(self.joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep)
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.

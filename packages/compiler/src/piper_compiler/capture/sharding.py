@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import Captured
 from piper_compiler.capture.joint import TracedChunk
-from piper_compiler.capture.layouts import Sharded
+from piper_compiler.capture.layouts import Sharded, common_degrees, split_degrees
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_ir.errors import CaptureError, DirectiveError
 from piper_ir.layout import Layout, Sharding
@@ -25,8 +25,17 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
         return captured
     found = captured.shared.get(asked)
     if found is None:
-        found = captured.shared[asked] = _Shared(captured, asked).captured()
+        split = tuple(_split(captured, one) for one in asked)
+        found = captured.shared[asked] = _Shared(captured, split).captured()
     return found
+
+
+def _split(captured: Captured, asked: Sharding) -> Sharding:
+    """Return how the devices of an axis share all chunks, with the degrees into which it must be split for them."""
+    codes = dict.fromkeys(c.code for c in captured.program.chunks if not c.opaque)
+    joints = [captured.code.joint(code, TRACE_ROWS[0][0]) for code in codes]
+    degrees = common_degrees([split_degrees(j, asked.degree, stream=bool(asked.stream)) for j in joints])
+    return replace(asked, split=degrees) if len(degrees) > 1 else asked
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class _Shared:
         program = self._captured.program
         chunks = tuple(self._chunk(c) for c in program.chunks)
         params = self._params(program.params)
-        axes = tuple((s.over, s.degree) for s in self._asked)
+        axes = tuple(axis for s in self._asked for axis in s.axes)
         made = replace(program, chunks=chunks, params=params, axes=axes, variants=())
         return replace(self._captured, program=made, under={}, shared={})
 

@@ -56,7 +56,7 @@ class Shard:
             raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
         if self.stream not in STREAMS:
             raise fail(self, 3, f'stream={self.stream!r}; "" or "tokens" is accepted')
-        if graph.mesh.size(self.over) > 1 and self.over not in dict(graph.program.axes):
+        if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(dict(graph.program.axes)):
             raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
 
     def apply(self, graph: Graph) -> Graph:

@@ -193,7 +193,7 @@ def _meet_inside(edit: Editor) -> None:
     for role in edit.roles:
         for axis in sorted(used.get(role, ())):
             id = inside_channel(axis, role)
-            edit.channels[id] = Channel(id, "group", (role,), (COMPUTE,), (axis,), "tensor")
+            edit.channels[id] = Channel(id, "group", (role,), (COMPUTE,), edit.graph.mesh.along(axis), "tensor")
 
 
 def _share(edit: Editor) -> None:

@@ -155,10 +155,11 @@ class InlineEngine:
         channel = plan.channel(inside_channel(asked.axis, state.rank.role.role))
         members = [states[p] for p in plan.peers(channel, state.rank.rank)]
         fibers = [m.fiber for m in members if m.fiber is not None and m.fiber.request is not None and not m.fiber.answered]
+        fibers = [f for f in fibers if f.request is not None and f.request.axis == asked.axis]
         if len(fibers) < len(members):
             return None
         requests = [f.request for f in fibers if f.request is not None]
-        found = {(r.kind, r.axis, r.given.shape, r.given.dtype) for r in requests}
+        found = {(r.kind, r.given.shape, r.given.dtype) for r in requests}
         if len(found) > 1:
             raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel.id}: {found}")
         results = stacked_collective(asked.kind, [r.given for r in requests])

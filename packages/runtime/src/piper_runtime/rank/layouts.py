@@ -25,10 +25,10 @@ def whole_of(parts: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, rank
     """Return the tensor of which the ranks have parts: of those that share it with `rank`."""
     if not layout:
         return parts[rank]
-    *first, last = layout
+    first, *rest = layout
     coords = mesh.coords(rank)
-    each = [whole_of(parts, tuple(first), mesh, mesh.rank({**coords, last.axis: k})) for k in range(mesh.size(last.axis))]
-    return joined(each, last.dim, last.outer)
+    mates = [mesh.rank({**coords, first.axis: k}) for k in range(mesh.size(first.axis))]
+    return joined([whole_of(parts, tuple(rest), mesh, mate) for mate in mates], first.dim, first.outer)
 
 
 def joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from piper_ir.errors import ExecutionError, NonFiniteLossError
+from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Fresh
 from piper_ir.plan import Category, Plan
 from piper_ir.sizes import bind
@@ -36,6 +37,18 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 
 Exchange = Callable[[str, str, torch.Tensor], torch.Tensor]
 """A function that runs a collective of a kind with the devices along an axis: it takes a tensor and returns the result."""
+
+
+class _Places(dict[str, int]):
+    """Map axes to a rank's places along them."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__()
+        self._mesh, self._rank = mesh, rank
+
+    def __missing__(self, axis: str) -> int:
+        found = self[axis] = self._mesh.index_along(self._mesh.along(axis), self._rank)
+        return found
 
 
 def _nothing() -> None:
@@ -107,9 +120,10 @@ class RankState:
 
     def _globals(self) -> dict[str, Any]:
         """Return what code reads that differs between the devices that share a chunk."""
-        mesh = self.plan.mesh
-        place = {axis: mesh.index_along((axis,), self.rank) for axis in self.plan.shared}
-        return {"PLACE": place, "EXCHANGE": lambda kind, axis, given: self.exchange(kind, axis, given)}
+        return {
+            "PLACE": _Places(self.plan.mesh, self.rank),
+            "EXCHANGE": lambda kind, axis, given: self.exchange(kind, axis, given),
+        }
 
     def record(self, kind: str, mb: int, value: float) -> None:
         """Keep a microbatch's loss or weight; raise NonFiniteLossError when it is NaN or infinite."""

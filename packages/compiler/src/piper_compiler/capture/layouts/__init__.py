@@ -7,16 +7,16 @@ together. `choice` takes the indexes that an axis shares, `decide` says of each 
 
 from collections.abc import Sequence
 
-from piper_compiler.capture.layouts.choice import share
+from piper_compiler.capture.layouts.choice import common_degrees, share, split_degrees
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
-__all__ = ["Sharded", "shared_joint"]
+__all__ = ["Sharded", "common_degrees", "shared_joint", "split_degrees"]
 
 
 def shared_joint(joint: Joint, shardings: Sequence[Sharding]) -> Sharded:
     """Return the graph of one of the devices that share a chunk."""
     (only,) = shardings
-    found = share(joint, only.over, only.degree, stream=only.stream == "tokens")
+    found = share(joint, only.over, only.split or (only.degree,), stream=only.stream == "tokens")
     return sharded(found.joint, found.indexes, found.axes, keep=only.keep)

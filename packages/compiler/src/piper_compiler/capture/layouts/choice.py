@@ -67,16 +67,34 @@ def _crossing(joint: Joint) -> Iterator[fx.Node]:
     yield from joint.outputs
 
 
-def share(joint: Joint, name: str, degree: int, *, stream: bool) -> Shared:
-    """Return the chunk's indexes for an axis; raise DirectiveError where nothing can be shared evenly."""
+def split_degrees(joint: Joint, degree: int, *, stream: bool) -> tuple[int, ...]:
+    """Return the degrees into which an axis must be split to share the indexes of a chunk."""
+    _, _, fitting, tokens = _chosen(joint, degree, stream)
+    return refined([steps for n in (*fitting, *tokens) if (steps := steps_of(n, degree))], degree)
+
+
+def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the degrees of an axis that serves all of these splits of it."""
+    return refined(each, prod(each[0]))
+
+
+def _chosen(joint: Joint, degree: int, stream: bool) -> tuple[Joint, Indexed, list[Nested], list[Nested]]:
+    """Return the chunk and its indexes, those that devices can share, and those of the stream."""
     joint, first = _unfused(joint)
-    nests = [n for n in shareable(joint, first)]
-    fitting = [n for n in nests if steps_of(n, degree) is not None]
+    fitting = [n for n in shareable(joint, first) if steps_of(n, degree) is not None]
     tokens = list(_tokens(joint, first)) if stream else []
     for nest in tokens:
         if steps_of(nest, degree) is None:
-            raise DirectiveError(f"{prod(i.size for i in nest)} tokens cannot be shared by {degree} devices")
-    degrees = refined([steps for n in (*fitting, *tokens) if (steps := steps_of(n, degree))], degree)
+            size = prod(i.size for i in nest)
+            raise DirectiveError(
+                f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
+            )
+    return joint, first, fitting, tokens
+
+
+def share(joint: Joint, name: str, degrees: tuple[int, ...], *, stream: bool) -> Shared:
+    """Return the chunk's indexes for an axis that is split into these degrees."""
+    joint, first, fitting, tokens = _chosen(joint, prod(degrees), stream)
     places = [list(_places(first, nest, degrees)) for nest in (*fitting, *tokens)]
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
     for place in (p for nest in places for p in nest):

@@ -7,6 +7,8 @@ stack along a leading dimension, so the permutation that brings `degree` there a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -18,6 +20,7 @@ from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index
+from piper_ir.mesh import whole_axis
 from piper_ops import collectives
 
 aten = torch.ops.aten
@@ -25,11 +28,50 @@ Dims = Sequence[tuple[Index, ...]]
 
 
 def convert(
-    emit: Emitter, source: fx.Node, dims: Dims, axis: Axis, before: Sequence[Along], want: Sequence[Along], number: int
+    emit: Emitter, source: fx.Node, dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along]
 ) -> fx.Node:
-    """Return `source` as it is wanted along axis `number`; along all others it stays as it is."""
-    now, then = before[number], want[number]
-    others = {how for k, how in enumerate(before) if k != number and isinstance(how, Index)}
+    """Return `source`, which lies as `before`, as it is wanted along all axes.
+
+    Neighbouring axes into which one is split take one message where it can do the same for them all.
+    """
+    now = list(before)
+    number = 0
+    while number < len(axes):
+        last = _joined_until(dims, axes, now, want, number)
+        if now[number] != want[number]:
+            source = _converted(emit, source, dims, axes, now, want, number, last)
+        now[number:last] = want[number:last]
+        number = last
+    return source
+
+
+def _joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
+    """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
+    last = first + 1
+    while last < len(axes) and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name:
+        same = all(_follows(dims, how[last - 1], how[last]) for how in (before, want))
+        if not same or before[last] == want[last]:
+            break
+        last += 1
+    return last
+
+
+def _follows(dims: Dims, outer: Along, inner: Along) -> bool:
+    """Return whether two axes hold a tensor alike: in parts of neighbouring indexes, or both not in parts."""
+    if isinstance(outer, Index) and isinstance(inner, Index):
+        return any(pair == (outer, inner) for dim in dims for pair in pairwise(dim))
+    return outer == inner
+
+
+def _converted(
+    emit: Emitter, source: fx.Node, dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along],
+    first: int, last: int,
+) -> fx.Node:  # fmt: skip
+    now, then = before[first], want[first]
+    others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, Index)}
+    family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
+    name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
+    axis = replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
     match now, then:
         case Index(), None:
             return _gather(emit, source, place_in(dims, now, others), axis)

@@ -178,10 +178,7 @@ class _Builder:
         if base is not None:
             return base
         with self._emit.like(user, late):
-            for number, axis in enumerate(self._axes):
-                if before[number] != want[number]:
-                    source = convert(self._emit, source, self._indexes.tensors[key], axis, before, want, number)
-                    before = (*before[:number], want[number], *before[number + 1 :])
+            source = convert(self._emit, source, self._indexes.tensors[key], self._axes, before, want)
         return source
 
     def _of_base(self, key: TensorKey, before: Lying, want: Lying, late: bool, user: fx.Node) -> fx.Node | None:

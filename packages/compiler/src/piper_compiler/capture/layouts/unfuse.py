@@ -32,7 +32,7 @@ def unfused(joint: Joint, chosen: Callable[[fx.Node], bool]) -> Joint:
     env: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         if node.target in FUSED and _plain(node) and chosen(node):
-            bias, *factors = (env[a] for a in node.args)  # type: ignore[index]  # three nodes
+            bias, *factors = (env[a] for a in node.args)
             product = graph.call_function(FUSED[node.target], tuple(factors))
             product.meta = {**node.meta, "val": torch.empty_like(aliasing.tensor(node))}
             env[node] = graph.call_function(aten.add.Tensor, (product, bias))
