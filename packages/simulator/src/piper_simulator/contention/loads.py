@@ -48,7 +48,7 @@ def all_loads(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wirin
     """Return the loads of all messages, given the work per node; errors are those of `message_flows`."""
     inside = [(role, node) for role, node in _nodes(prepared) if work[node].inside]
     within = {(role, m.axis, m.op) for role, node in inside for m in work[node].inside}
-    channels = {(role, axis): meeting_inside(axis, plan.role(role)) for role, axis, _ in sorted(within)}
+    channels = {(role, axis): meeting_inside(plan, axis, plan.role(role)) for role, axis, _ in sorted(within)}
     loads = PlanLoads(plan, prepared.roles, wires, [(channels[role, axis], op) for role, axis, op in sorted(within)])
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     messages = [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]

@@ -246,7 +246,7 @@ class DeviceModel(CostModel):
         if key not in self._inside:
             kernels = self._steps[op, kind]
             taken = [
-                (c, self._on_channel(meeting_inside(c.axis, role), c.kind, bind(c.nbytes, self.plan.rows)))
+                (c, self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, bind(c.nbytes, self.plan.rows)))
                 for c in self.plan.chunk(op.variant).steps[op.step].collectives
             ]
             inside = _summed([StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds) for c, w in taken])

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
 
 
-def meeting_inside(axis: str, role: RolePlan) -> Channel:
+def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
     """Return the channel on which the devices along an axis meet inside of the steps of a role.
 
     It is also that of a role whose ranks are part of another's, and of a plan that has no channels yet.
     """
-    return Channel(inside_channel(axis, role.role), "group", (role.role,), (COMPUTE,), (axis,), "tensor")
+    return Channel(inside_channel(axis, role.role), "group", (role.role,), (COMPUTE,), plan.mesh.along(axis), "tensor")
 
 
 def in_step(plan: Plan) -> Sequence[int]:

@@ -76,7 +76,7 @@ def time_steps(
         period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
         return Timed(times[0], times[-1], durations, period_s, None)
     first = step_alone(prepared, work, flows, latency=latency, issue=issue)
-    last = engine.run_shared(prepared, durations, flows, latency=latency, issue=issue, steps=steps)[-1] if steps > 1 else first
+    last = _run(prepared, durations, flows, latency=latency, issue=issue, steps=steps)[-1] if steps > 1 else first
     lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
     slowed = [
         sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
