@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
+from piper_compiler.capture.kernels import SHARED
 from piper_compiler.capture.layouts.conversions import convert, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
@@ -146,6 +148,7 @@ class _Builder:
         changed = op.loops.localize(op.call, shapes)
         named = {name: _with_nodes(value, nodes) for name, value in _arguments(node).items()} | dict(changed)
         made = self._emit.op(node, op.call.op, named)
+        made.meta[SHARED] = prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
         if isinstance(node.meta["val"], list | tuple):
             items = [u for u in node.users if u.target is operator.getitem]
             for k in sorted({int(u.args[1]) for u in items}):  # type: ignore[arg-type]  # getitem: (source, index)
