@@ -66,7 +66,13 @@ class OpIndexes:
         if not any(index in dim for dims in everywhere for dim in dims):
             return None
         has = tuple(any(index in dim for dim in dims) for dims in self.results)
-        return has if all(has) or index in self.summed else None
+        lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
+        return has if not lack or index in self.summed else None
+
+
+def _empty(dims: tuple[tuple[Index, ...], ...]) -> bool:
+    """Return whether a tensor has no elements: a sum of such is one."""
+    return any(index.size == 0 for dim in dims for index in dim)
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ def _points_of_dims(nest: Sequence[int], sizes: Sequence[int], points: set[int])
 
 def _chain(size: int, cuts: Iterable[int]) -> bool:
     ordered = [1, *sorted(cuts), size]
-    return ordered[1] > 0 and all(b % a == 0 for a, b in pairwise(ordered))
+    return size == 0 or (ordered[1] > 0 and all(b % a == 0 for a, b in pairwise(ordered)))
 
 
 def _factors(size: int, cuts: Iterable[int]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Say of an op how its loops run over the dimensions of its tensors.
 
 An op is a nest of loops: `mm` runs over m, n and k, an element-wise op over each dimension of its result. Its rule
-names the dimensions that one loop runs over, in its arguments and results. Then the op can be computed in parts: where a
-loop of n * k steps is in some tensors, a device that takes k of the steps needs its block of these tensors and all of
+names the dimensions that one loop runs over, in its arguments and results. Then the op can be computed in parts: where
+a loop of n * k steps is in some tensors, a device that takes k of the steps needs its block of these tensors and all of
 the others, and makes its block of each result that has the loop. A result that lacks the loop is a sum over all of its
 steps, so what the device makes is a term of that sum. Where neither holds, the rule says that the dimension must be
 whole.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from piper_compiler.capture._torch import OpOverload
@@ -49,7 +50,7 @@ class Inner:
 
 
 Nest = tuple[At | Inner, ...]
-"""Loops inside each other, the outermost first."""
+"""A nest of loops, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class OpCall:
 
     Attributes:
         args: schema name -> value, defaults left out.
-        results: the tensors that come out.
+        results: the tensors that come out; one that a mask leaves out is an empty vector, so that all others keep their
+            numbers.
     """
 
     op: OpOverload
@@ -71,7 +73,8 @@ class OpCall:
         names = [a.name for a in op._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         made = result if isinstance(result, list | tuple) else (result,)
-        return OpCall(op, {n: given[n] for n in names if n in given}, tuple(t for t in made if isinstance(t, Tensor)))
+        results = tuple(t if isinstance(t, Tensor) else torch.empty(0) for t in made)
+        return OpCall(op, {n: given[n] for n in names if n in given}, results)
 
     @cached_property
     def _numbered(self) -> tuple[tuple[str, Tensor], ...]:
@@ -107,6 +110,10 @@ class OpCall:
         """Return the number of steps of a dimension or an inner loop."""
         return at.size if isinstance(at, Inner) else self.shape(at.tensor)[at.dim]
 
+    def made(self, result: int) -> bool:
+        """Return whether a result, counted from 0, is made at all."""
+        return tuple(self.results[result].shape) != (0,)
+
     def dims(self, tensor: int) -> Nest:
         """Return all dimensions of a tensor."""
         return tuple(At(tensor, d) for d in range(len(self.shape(tensor))))
@@ -126,7 +133,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 Localize = Callable[[OpCall, Sequence[Shape]], Mapping[str, Any]]
-"""A function of the whole call and the shapes of a device's parts of the results, to the arguments that change there."""
+"""A function of the whole call and the shapes of a device's parts of the results; it returns the arguments that change."""
 
 
 def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
-"""Say how fused attention loops: over rows, heads of keys, groups of queries and elements of heads.
+"""Say how fused attention loops: over rows, heads of keys and groups of queries, not causal also over queries.
 
-The tokens of queries and keys are whole: a softmax runs over the keys, and which keys a query sees depends on its place.
+The tokens of keys are whole, since a softmax runs over them. So are those of causal queries: which keys a query sees
+depends on its place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 
 import piper_ops  # noqa: F401  (registers the ops)
 from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.layouts.letters import each
 from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall
 
 piper = torch.ops.piper
@@ -18,33 +20,39 @@ ROWS, TOKENS, HEADS, ELEMENTS = range(4)
 
 
 def _attention(call: OpCall) -> Loops:
-    q, k, v, out, lse = call.number("q"), call.number("k"), call.number("v"), -1, -2
-    return _loops(call, queries=(q, out), keys=(k, v), statistics=(lse,), summed=frozenset())
+    return _loops(call, queries=(call.number("q"), -1), keys=(call.number("k"), call.number("v")), statistics=-2)
 
 
 def _dgrad(call: OpCall) -> Loops:
-    q, k, v = (call.number(name) for name in ("q", "k", "v"))
-    queries = (call.number("grad_out"), q, call.number("out"), -1)
-    groups = Inner(call.shape(q)[HEADS] // call.shape(k)[HEADS])
-    return _loops(call, queries, (k, v, -2, -3), (call.number("logsumexp"),), frozenset({groups}))
+    """Return the loops of the gradients. Those of keys and values are sums over all queries that see them."""
+    grad, q, k, v, out = (call.number(name) for name in ("grad_out", "q", "k", "v", "out"))
+    return _loops(call, (q, grad, out, -1), (k, v, -2, -3), call.number("logsumexp"), summed=True, linear=each(grad))
 
 
 def _loops(
-    call: OpCall, queries: tuple[int, ...], keys: tuple[int, ...], statistics: tuple[int, ...], summed: frozenset[At | Inner]
+    call: OpCall,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    statistics: int,
+    summed: bool = False,
+    linear: tuple[frozenset[int], ...] = (),
 ) -> Loops:
-    groups = Inner(call.shape(queries[0])[HEADS] // call.shape(keys[0])[HEADS])
-    first, rows = queries[0], At(queries[0], ROWS)
-    same: list[tuple[Nest, Nest]] = [((rows,), (At(k, ROWS),)) for k in (*queries[1:], *keys, *statistics)]
-    same += [((At(first, HEADS),), (At(k, HEADS),)) for k in queries[1:]]
-    same += [((At(first, HEADS),), (At(k, 1),)) for k in statistics]
-    same += [((At(first, HEADS),), (At(k, HEADS), groups)) for k in keys]
-    same += [((At(queries[0], TOKENS),), (At(k, TOKENS),)) for k in queries[1:]]
-    same += [((At(queries[0], TOKENS),), (At(k, 2),)) for k in statistics]
-    same += [((At(keys[0], TOKENS),), (At(k, TOKENS),)) for k in keys[1:]]
-    whole: set[At | Inner] = {At(k, d) for k in (*queries, *keys) for d in (TOKENS, ELEMENTS)}
-    for k in call.numbers("mask"):  # [..., heads, queries, keys], where 1 stands for all heads or rows
-        whole |= set(call.dims(k))
-    return Loops(tuple(same), summed, frozenset(whole))
+    first, key = queries[0], keys[0]
+    groups: At | Inner = Inner(call.shape(first)[HEADS] // call.shape(key)[HEADS])
+    places = {ROWS: At(first, ROWS), HEADS: At(first, HEADS), TOKENS: At(first, TOKENS)}
+    same: list[tuple[Nest, Nest]] = [((at,), (At(k, d),)) for d, at in places.items() for k in queries[1:]]
+    same += [((places[d],), (At(statistics, k),)) for k, d in enumerate((ROWS, HEADS, TOKENS))]
+    same += [((places[ROWS],), (At(k, ROWS),)) for k in keys]
+    same += [((places[HEADS],), (At(k, HEADS), groups)) for k in keys]
+    same += [((At(key, TOKENS),), (At(k, TOKENS),)) for k in keys[1:]]
+    whole: set[At | Inner] = {At(key, TOKENS), *(At(k, ELEMENTS) for k in (*queries, *keys))}
+    if call.get("is_causal"):
+        whole.add(places[TOKENS])
+    for k in call.numbers("mask"):  # the end of [rows, heads, queries, keys], each of which may be 1 for all
+        full = (places[ROWS], places[HEADS], places[TOKENS], At(key, TOKENS))
+        pairs = zip(call.dims(k)[::-1], full[::-1], strict=False)
+        same += [((at,), (other,)) for at, other in pairs if call.size(at) == call.size(other)]
+    return Loops(tuple(same), frozenset({groups, places[TOKENS]}) if summed else frozenset(), frozenset(whole), linear)
 
 
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {

@@ -1,4 +1,4 @@
-"""Say how ops loop that sum, normalise or compare along dimensions."""
+"""Say how ops loop that sum or compare along dimensions."""
 
 from __future__ import annotations
 
@@ -8,83 +8,66 @@ from functools import partial
 import torch
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.loops import At, Loops, Nest, OpCall
-from piper_compiler.capture.layouts.rules_elementwise import alike
+from piper_compiler.capture.layouts.letters import lettered, numbered, place, rank
+from piper_compiler.capture.layouts.loops import Loops, OpCall
 
 aten = torch.ops.aten
-piper = torch.ops.piper
-OUT = -1
+ALL = (frozenset({0}),)
 
 
-def reduced_dims(call: OpCall, name: str = "dim") -> frozenset[int]:
+def reduced_dims(call: OpCall) -> frozenset[int]:
     """Return the dimensions of the first argument that a reduction takes away: all where none are named."""
-    rank, given = len(call.shape(0)), call.get(name)
+    count = rank(call, 0)
+    given = call.get("dim") if any(a.name == "dim" for a in call.op._schema.arguments) else None
     named = given if isinstance(given, list | tuple) else () if given is None else (given,)
-    return frozenset(int(d) % rank for d in named) or frozenset(range(rank))
+    return frozenset(int(d) % max(1, count) for d in named if count) or frozenset(range(count))
 
 
-def kept(call: OpCall, gone: frozenset[int], result: int = OUT) -> tuple[tuple[Nest, Nest], ...]:
-    """Return the dimensions that a reduction keeps, as equal loops of its argument and a result."""
-    rank, left = len(call.shape(0)), len(call.shape(result))
-    place = {d: d if left == rank else d - sum(g < d for g in gone) for d in range(rank) if d not in gone}
-    return tuple(((At(0, d),), (At(result, k),)) for d, k in place.items())
+def _reduced(call: OpCall, *, adds: bool = False, linear: bool = False) -> Loops:
+    """Return the loops of a reduction, of which a sum alone can be put together from sums of parts.
 
-
-def _sum(call: OpCall) -> Loops:
-    gone = reduced_dims(call) if "dim" in call.args else frozenset(range(len(call.shape(0))))
-    return Loops(kept(call, gone), summed=frozenset(At(0, d) for d in gone), linear=(frozenset({0}),))
-
-
-def _mean(call: OpCall) -> Loops:
-    """Return the loops of a mean: its parts are no terms of a sum, since each divides by its own number of elements."""
-    gone = reduced_dims(call) if "dim" in call.args else frozenset(range(len(call.shape(0))))
-    return Loops(kept(call, gone), whole=frozenset(At(0, d) for d in gone), linear=(frozenset({0}),))
-
-
-def _along(call: OpCall) -> Loops:
-    """Return the loops of an op that looks along one dimension and returns what it was given, in the same shape."""
-    dim = int(call.get("dim")) % max(1, len(call.shape(0)))
-    tensors = [k for k in call.every()]
-    return Loops(alike(call, *tensors), whole=frozenset(At(k, dim) for k in tensors))
-
-
-def _norm(full: tuple[str, ...], statistics: tuple[str, ...], results: str, call: OpCall) -> Loops:
-    """Return the loops of a norm over the trailing dimensions, or of its gradients.
-
-    `full` names the arguments of the shape of the first, `statistics` those that lack its normalised dimensions, and
-    `results` has a letter for each result: "f" and "s" likewise, "w" for the gradient of a weight, summed over all rows.
+    The parts of a mean are no terms of a sum, since each divides by its own number of elements.
     """
-    rank, inner = len(call.shape(0)), len(call.get("normalized_shape"))
-    outer = rank - inner
-    first = call.number(full[0])
-    like = [k for name in full for k in call.numbers(name)] + [-1 - k for k, kind in enumerate(results) if kind == "f"]
-    rows = [k for name in statistics for k in call.numbers(name)]
-    rows += [-1 - k for k, kind in enumerate(results[: len(call.results)]) if kind == "s"]
-    weights = [k for name in ("weight", "bias") for k in call.numbers(name)]
-    weights += [-1 - k for k, kind in enumerate(results[: len(call.results)]) if kind == "w"]
-    same = [*alike(call, *like)]
-    same += [((At(k, d),), (At(first, d),)) for k in rows for d in range(outer)]
-    same += [((At(k, d),), (At(first, outer + d),)) for k in weights for d in range(inner)]
-    summed = frozenset(At(first, d) for d in range(outer)) if "w" in results else frozenset()
-    normalised = frozenset(At(k, d) for k in like for d in range(outer, rank)) if set(results) != {"w"} else frozenset()
-    return Loops(tuple(same), summed, normalised)
+    gone = reduced_dims(call)
+    names = [str(d) for d in range(rank(call, 0))]
+    taken = {names[d] for d in gone}
+    left: dict[int, list[str | None]] = {}
+    for k in range(len(call.results)):
+        kept = rank(call, -1 - k) == rank(call, 0)
+        left[-1 - k] = [None if d in gone else n for d, n in enumerate(names) if kept or d not in gone]
+    summed, whole = (taken, set()) if adds else (set(), taken)
+    return lettered({0: names, **left}, summed=summed, whole=whole, linear=ALL if linear else ())
 
+
+def _along(name: str, call: OpCall, *, linear: bool = False) -> Loops:
+    """Return the loops of an op that looks along one dimension, which its results have in another size or the same."""
+    count = rank(call, 0)
+    names = numbered(count, without=[place(call, 0, name)])
+    tensors = [k for k in call.every() if rank(call, k) == count]
+    return lettered({k: names for k in tensors}, linear=ALL if linear else ())
+
+
+_EXTREMES = (
+    aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default, aten.max.default, aten.min.default,
+    aten.max.dim, aten.min.dim, aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
+    aten.prod.default, aten.prod.dim_int, aten.logsumexp.default, aten.linalg_vector_norm.default, aten.var.correction,
+    aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.aminmax.default, aten.median.dim,
+    aten.mode.default, aten.kthvalue.default, aten.nanmedian.dim,
+)  # fmt: skip
+_SCANS = (aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default)
+_ORDERS = (aten.sort.default, aten.sort.stable, aten.topk.default, aten.argsort.default)
 
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
-    aten.sum.dim_IntList: _sum,
-    aten.sum.default: _sum,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean,
-    aten._softmax.default: _along,
-    aten._log_softmax.default: _along,
-    aten._softmax_backward_data.default: _along,
-    aten._log_softmax_backward_data.default: _along,
-    aten.cumsum.default: _along,
-    piper.rms_norm.default: partial(_norm, ("x",), (), "fs"),
-    piper.rms_norm_dgrad.default: partial(_norm, ("grad_out", "x"), ("rstd",), "f"),
-    piper.rms_norm_wgrad.default: partial(_norm, ("grad_out", "x"), ("rstd",), "w"),
-    piper.layer_norm.default: partial(_norm, ("x",), (), "fss"),
-    piper.layer_norm_dgrad.default: partial(_norm, ("grad_out", "x"), ("mean", "rstd"), "f"),
-    piper.layer_norm_wgrad.default: partial(_norm, ("grad_out", "x"), ("mean", "rstd"), "ww"),
-    piper.layer_norm_backward.default: partial(_norm, ("grad_out", "x"), ("mean", "rstd"), "fww"),
+    aten.sum.dim_IntList: partial(_reduced, adds=True, linear=True),
+    aten.sum.default: partial(_reduced, adds=True, linear=True),
+    aten.count_nonzero.dim_IntList: partial(_reduced, adds=True),
+    aten.mean.dim: partial(_reduced, linear=True),
+    aten.mean.default: partial(_reduced, linear=True),
+    **dict.fromkeys(_EXTREMES, _reduced),
+    aten._softmax.default: partial(_along, "dim"),
+    aten._log_softmax.default: partial(_along, "dim"),
+    aten._softmax_backward_data.default: partial(_along, "dim", linear=True),
+    aten._log_softmax_backward_data.default: partial(_along, "dim", linear=True),
+    aten.cumsum.default: partial(_along, "dim", linear=True),
+    **dict.fromkeys((*_SCANS, *_ORDERS), partial(_along, "dim")),
 }

@@ -1,4 +1,4 @@
-"""Say how ops loop that only move elements: views, copies of parts, and what puts parts together."""
+"""Say how ops loop that show the elements of a tensor in another shape or order, or some of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall, Shape
+from piper_compiler.capture.layouts.letters import OUT, all_whole, lettered, numbered, place, rank
+from piper_compiler.capture.layouts.loops import At, Inner, Localize, Loops, OpCall, Shape, unchanged
 from piper_compiler.capture.layouts.rules_elementwise import broadcast
 
 aten = torch.ops.aten
-OUT = -1
-"""The number of the first result."""
 ALL = (frozenset({0}),)
 """The op is linear in its one tensor."""
 
 
-def _takes_shape(name: str) -> Callable[[OpCall, Sequence[Shape]], Mapping[str, Any]]:
-    """Return a function that gives the shape of the result's part as an argument."""
+def takes_shape(name: str) -> Localize:
+    """Return a function that gives the shape of the first result's part as an argument."""
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
         return {name: list(results[0])}
@@ -29,50 +28,70 @@ def _takes_shape(name: str) -> Callable[[OpCall, Sequence[Shape]], Mapping[str, 
 
 
 def _view(name: str, call: OpCall) -> Loops:
-    return Loops(((call.dims(0), call.dims(OUT)),), linear=ALL, localize=_takes_shape(name))
+    if 0 in call.shape(0):
+        return all_whole(call)
+    return Loops(((call.dims(0), call.dims(OUT)),), linear=ALL, localize=takes_shape(name))
 
 
 def _permuted(call: OpCall, order: Sequence[int]) -> Loops:
-    return Loops(tuple(((At(0, d),), (At(OUT, k),)) for k, d in enumerate(order)), linear=ALL)
+    return lettered({0: numbered(len(order)), OUT: [str(d) for d in order]}, linear=ALL)
 
 
 def _permute(call: OpCall) -> Loops:
-    rank = len(call.shape(0))
-    return _permuted(call, [int(d) % rank for d in call.get("dims")])
+    return _permuted(call, [int(d) % rank(call, 0) for d in call.get("dims")])
 
 
 def _transpose(call: OpCall) -> Loops:
-    order = list(range(len(call.shape(0))))
-    a, b = (int(call.get(name)) % len(order) for name in ("dim0", "dim1"))
-    order[a], order[b] = order[b], order[a]
+    order = list(range(rank(call, 0)))
+    a, b = place(call, 0, "dim0"), place(call, 0, "dim1")
+    if order:
+        order[a], order[b] = order[b], order[a]
     return _permuted(call, order)
 
 
 def _t(call: OpCall) -> Loops:
-    return _permuted(call, list(range(len(call.shape(0))))[::-1])
+    return _permuted(call, list(range(rank(call, 0)))[::-1])
 
 
-def _without_ones(call: OpCall) -> Loops:
-    """Return the loops of an op that adds or drops dimensions of size 1."""
-    argument, result = ([d for d in call.dims(k) if call.size(d) != 1] for k in (0, OUT))
-    return Loops(tuple(((a,), (b,)) for a, b in zip(argument, result, strict=True)), linear=ALL)
+def _unsqueeze(call: OpCall) -> Loops:
+    dim = int(call.get("dim")) % rank(call, OUT)
+    names = numbered(rank(call, 0))
+    return lettered({0: names, OUT: [*names[:dim], None, *names[dim:]]}, linear=ALL)
+
+
+def _squeeze(call: OpCall) -> Loops:
+    """Return the loops of an op that drops dimensions of size 1.
+
+    It leaves a named dimension of another size as it is, but would drop a part of size 1 of it.
+    """
+    count, given = rank(call, 0), call.get("dim") if "dim" in call.args else range(rank(call, 0))
+    dims = {int(d) % max(1, count) for d in ([given] if isinstance(given, int) else given)}
+    names = numbered(count, without=[d for d in dims if d < count])
+    left = [n for d, n in enumerate(names) if d not in dims or call.shape(0)[d] != 1]
+    return lettered({0: names, OUT: left}, linear=ALL)
 
 
 def _expand(call: OpCall) -> Loops:
-    return Loops(tuple(broadcast(call, 0, OUT)), linear=ALL, localize=_takes_shape("size"))
-
-
-def _rest(call: OpCall, dim: int, argument: int = 0, result: int = OUT) -> tuple[tuple[Nest, Nest], ...]:
-    """Return the dimensions other than `dim`, in which an argument and a result of the same rank are alike."""
-    return tuple(((At(argument, d),), (At(result, d),)) for d in range(len(call.shape(argument))) if d != dim)
+    return Loops(tuple(broadcast(call, 0, OUT)), linear=ALL, localize=takes_shape("size"))
 
 
 def _select(call: OpCall) -> Loops:
-    rank = len(call.shape(0))
-    dim = int(call.get("dim")) % rank
-    kept = [d for d in range(rank) if d != dim]
-    same = tuple(((At(0, d),), (At(OUT, k),)) for k, d in enumerate(kept))
-    return Loops(same, whole=frozenset({At(0, dim)}), linear=ALL)
+    dim = place(call, 0, "dim")
+    names = numbered(rank(call, 0), without=[dim])
+    return lettered({0: names, OUT: names[:dim] + names[dim + 1 :]}, linear=ALL)
+
+
+def _select_backward(call: OpCall) -> Loops:
+    dim = int(call.get("dim")) % rank(call, OUT)
+    names = numbered(rank(call, OUT), without=[dim])
+    loops = {0: names[:dim] + names[dim + 1 :], OUT: names}
+    return lettered(loops, linear=ALL, localize=takes_shape("input_sizes"))
+
+
+def _unbind(call: OpCall) -> Loops:
+    dim = place(call, 0, "dim")
+    names = numbered(rank(call, 0), without=[dim])
+    return lettered({0: names, **{-1 - k: names[:dim] + names[dim + 1 :] for k in range(len(call.results))}}, linear=ALL)
 
 
 def span(size: int, start: int | None, end: int | None) -> tuple[int, int]:
@@ -83,57 +102,57 @@ def span(size: int, start: int | None, end: int | None) -> tuple[int, int]:
     return first, min(max(last, first), size)
 
 
-def _slice(call: OpCall) -> Loops:
-    dim = int(call.get("dim")) % len(call.shape(0))
-    size = call.shape(0)[dim]
-    first, last = span(size, call.get("start"), call.get("end"))
-    taken = last - first
-    if int(call.get("step")) != 1 or not taken or size % taken or first % taken:
-        return Loops(_rest(call, dim), whole=frozenset({At(0, dim), At(OUT, dim)}), linear=ALL)
+def sliced(call: OpCall, whole: int, part: int) -> tuple[Loops, int, int]:
+    """Return how a tensor and a slice of it loop, the number of the slice among equal ones, and its dimension.
+
+    The slice is a block of [blocks, steps]. Where its size or start is no multiple of that, its dimension is whole.
+    """
+    dim = place(call, whole, "dim")
+    size, taken = call.shape(whole)[dim], call.shape(part)[dim]
+    first, _ = span(size, call.get("start"), call.get("end"))
+    names = numbered(rank(call, whole), without=[dim])
+    loops = lettered({whole: names, part: names})
+    if int(call.get("step", 1)) != 1 or not taken or size % taken or first % taken:
+        return loops, 0, dim
     which = Inner(size // taken)
-    same = (*_rest(call, dim), ((At(0, dim),), (which, At(OUT, dim))))
+    same = (*loops.same, ((At(whole, dim),), (which, At(part, dim))))
+    return Loops(same, whole=frozenset({which})), first // taken, dim
+
+
+def _slice(call: OpCall) -> Loops:
+    loops, number, dim = sliced(call, 0, OUT)
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
         part = results[0][dim]
-        return {"start": first // taken * part, "end": (first // taken + 1) * part}
+        return {"start": number * part, "end": (number + 1) * part}
 
-    return Loops(same, whole=frozenset({which}), linear=ALL, localize=localize)
-
-
-def _split(call: OpCall) -> Loops:
-    dim = int(call.get("dim")) % len(call.shape(0))
-    sizes = {call.shape(-1 - k)[dim] for k in range(len(call.results))}
-    rest = tuple(pair for k in range(len(call.results)) for pair in _rest(call, dim, 0, -1 - k))
-    if len(sizes) > 1:
-        blocked = {At(0, dim), *(At(-1 - k, dim) for k in range(len(call.results)))}
-        return Loops(rest, whole=frozenset(blocked), linear=ALL)
-    which = Inner(len(call.results))
-    same = tuple(((At(0, dim),), (which, At(-1 - k, dim))) for k in range(len(call.results)))
-
-    def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
-        return {"split_size": results[0][dim]}
-
-    return Loops((*rest, *same), whole=frozenset({which}), linear=ALL, localize=localize)
+    blocks = any(isinstance(loop, Inner) for loop in loops.whole)
+    return Loops(loops.same, whole=loops.whole, linear=ALL, localize=localize if blocks else unchanged)
 
 
-def _cat(call: OpCall) -> Loops:
-    parts = [k for k in call.numbers("tensors") if len(call.shape(k)) == len(call.shape(OUT))]  # not torch's empty vectors
-    dim = int(call.get("dim")) % len(call.shape(OUT))
-    rest = tuple(pair for k in parts for pair in _rest(call, dim, k))
-    linear = (frozenset(range(len(call.tensors))),)
-    if len({call.shape(k)[dim] for k in parts}) > 1 or len(parts) < len(call.tensors):
-        return Loops(rest, whole=frozenset({At(OUT, dim), *(At(k, dim) for k in parts)}), linear=linear)
-    which = Inner(len(parts))
-    same = tuple(((At(OUT, dim),), (which, At(k, dim))) for k in parts)
-    return Loops((*rest, *same), whole=frozenset({which}), linear=linear)
+def _diagonal(whole: int, part: int, name: str, call: OpCall) -> Loops:
+    """Return the loops of a tensor, two of whose dimensions are one, the last, in its diagonal."""
+    count = rank(call, whole)
+    gone = {int(call.get(d)) % count for d in ("dim1", "dim2")}
+    names = numbered(count, without=gone)
+    left = [n for d, n in enumerate(names) if d not in gone]
+    return lettered({whole: names, part: [*left, None]}, linear=ALL, localize=takes_shape(name) if name else unchanged)
 
 
-def _stack(call: OpCall) -> Loops:
-    dim = int(call.get("dim")) % len(call.shape(OUT))
-    others = [d for d in range(len(call.shape(OUT))) if d != dim]
-    parts = range(len(call.tensors))
-    same = tuple(((At(k, j),), (At(OUT, d),)) for k in parts for j, d in enumerate(others))
-    return Loops(same, whole=frozenset({At(OUT, dim)}), linear=(frozenset(parts),))
+def _triangle(call: OpCall) -> Loops:
+    count = rank(call, 0)
+    names = numbered(count, without=(count - 2, count - 1))
+    return lettered({0: names, OUT: names}, linear=ALL)
+
+
+def _unfold(call: OpCall) -> Loops:
+    names = numbered(rank(call, 0), without=[place(call, 0, "dimension")])
+    return lettered({0: names, OUT: [*names, None]}, linear=ALL)
+
+
+def _unfold_backward(call: OpCall) -> Loops:
+    names = numbered(rank(call, OUT), without=[int(call.get("dim")) % rank(call, OUT)])
+    return lettered({0: [*names, None], OUT: names}, linear=ALL, localize=takes_shape("input_sizes"))
 
 
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
@@ -143,13 +162,20 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
-    aten.unsqueeze.default: _without_ones,
-    aten.squeeze.dim: _without_ones,
-    aten.squeeze.dims: _without_ones,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
     aten.expand.default: _expand,
     aten.select.int: _select,
+    aten.select_backward.default: _select_backward,
+    aten.unbind.int: _unbind,
     aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
+    aten.diagonal.default: partial(_diagonal, 0, OUT, ""),
+    aten.diagonal_backward.default: partial(_diagonal, OUT, 0, "input_sizes"),
+    aten.diag_embed.default: partial(_diagonal, OUT, 0, ""),
+    aten.tril.default: _triangle,
+    aten.triu.default: _triangle,
+    aten.unfold.default: _unfold,
+    aten.unfold_backward.default: _unfold_backward,
 }
