@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 from piper_ir.intervals import Idle, Interval, idle
@@ -11,6 +12,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
+from piper_simulator.durations.cost_model import Work
 
 
 def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
@@ -33,6 +35,11 @@ def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence
                 busy += durations[node]
         out.append(idle(working, moving, busy))
     return out
+
+
+def inside_seconds(prepared: Prepared, work: Sequence[Work]) -> float:
+    """Return the seconds of messages inside of steps on the role that has most of them, given the work per node."""
+    return max([sum([w.inside_s for w in work[a:b] if w.inside]) for a, b in pairwise(prepared.offsets)], default=0.0)
 
 
 def model_flops(plan: Plan, tokens_per_row: int) -> int:

@@ -28,7 +28,8 @@ from piper_simulator.memory.device_memory import DeviceMemory, device_memory, de
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.snapshot import Snapshot, snapshot
-from piper_simulator.metrics import executed_flops, flop_notes, idle_times, main_dtype, model_flops, without_formula
+from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, without_formula
+from piper_simulator.throughput import rates_of
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
@@ -45,6 +46,7 @@ class Simulation:
         mfu: model FLOPs over peak; None without tokens_per_row or peak.
         hfu: executed FLOPs over peak; None without peak.
         exposed_comm_s: seconds in which compute is idle while the rank communicates; the maximum over ranks.
+        inside_comm_s: seconds of messages inside of steps, which count as busy compute; the maximum over ranks.
         global_bubble_s: step_s - busy compute; the maximum over ranks.
         span_bubble_s: last end - first start - busy; the maximum over ranks.
         bubble_s: the global bubble of each rank.
@@ -74,6 +76,7 @@ class Simulation:
     without_formula: Mapping[str, float]
     notes: tuple[str, ...]
     ooms: tuple[OomVerdict, ...]
+    inside_comm_s: float
     _run: _Run = field(repr=False)
 
     @property
@@ -138,6 +141,7 @@ class Simulation:
             "mfu": self.mfu,
             "hfu": self.hfu,
             "exposed_comm_s": self.exposed_comm_s,
+            "inside_comm_s": self.inside_comm_s,
             "global_bubble_s": self.global_bubble_s,
             "span_bubble_s": self.span_bubble_s,
             "peak_bytes": max(self.peak_bytes, default=0),
@@ -217,7 +221,7 @@ def _simulate(
     held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
-    rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
+    rates = rates_of(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if target is not None else {}
     notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
     run = _Run(held, counted, timed.last, work, usages, memory, steps - 1, _of_trace(target, notes))
@@ -238,6 +242,7 @@ def _simulate(
         without_formula=missing,
         notes=notes,
         ooms=tuple(run.verdicts(devices, peaks, timed.first)),
+        inside_comm_s=inside_seconds(prepared, work),
         _run=run,
     )
 
@@ -245,38 +250,6 @@ def _simulate(
 def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
     cluster = {} if target is None else {"cluster": target.name}
     return cluster | ({"warnings": "; ".join(notes)} if notes else {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Hold the rates of steady state; `notes` are warnings."""
-
-    tokens_per_s: float | None
-    mfu: float | None
-    hfu: float | None
-    notes: tuple[str, ...]
-
-
-def _rates(
-    plan: Plan, target: Cluster | None, period_s: float, tokens_per_row: int | None, model_flops_per_step: float | None
-) -> _Rates:
-    per_second = 1 / period_s if period_s > 0 else None
-    tokens_per_s = _rate(plan.global_batch * (tokens_per_row or 0), per_second)
-    if target is None:
-        return _Rates(tokens_per_s, None, None, ())
-    if model_flops_per_step is None and tokens_per_row is not None:
-        model_flops_per_step = model_flops(plan, tokens_per_row)
-    dtype = main_dtype(plan)
-    top = target.peak_of(plan.mesh.world, dtype)
-    mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
-    unknown = [k for k, kind in enumerate(target.kinds) if dtype not in kind.device.peak_flops]
-    guesses = [target.kinds[k].device.guess(dtype, target.name_of(k)) for k in unknown]
-    return _Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
-
-
-def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
-    """Return an amount per second over the top; None when a value is unknown or zero."""
-    return None if not amount or per_second is None else amount * per_second / top
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +322,7 @@ class _Run:
                 node = first + i
                 w = self.work[node]
                 start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
-                spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
+                spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source, w.inside_s))
             usages = self.usages[parts.of[r]]
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
         whole = tuple(spans), tuple(memory)

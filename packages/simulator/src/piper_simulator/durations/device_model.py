@@ -242,6 +242,7 @@ class DeviceModel(CostModel):
 
     def _with_messages(self, role: RolePlan, op: Compute, kind: int) -> Work:
         """Return the work of a step with the messages inside of it."""
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
             kernels = self._steps[op, kind]
