@@ -15,12 +15,14 @@ from piper.api.tuning_problem import problem_of
 from piper_autotune.problem import Programs, wanted_by
 from piper_autotune.sketch import Sketches
 from piper_compiler import directive, shardings_of, site_field
+from piper_ir.costs import Duration
 from piper_ir.errors import CompileError
 from piper_ir.graph import Graph
 from piper_ir.memory import peak
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime import Job
+from piper_runtime.launch.processes import Pool
 from piper_simulator import Cluster, DeviceModel, load_cluster, simulate
 from piper_simulator.contention import loads
 from piper_simulator.durations.communication import duration, rank_group
@@ -202,3 +204,20 @@ def test_bounds_of_shared_chunks_hold() -> None:
         least, _ = sketches.period_s(strategy, sketch, rows)
         found = simulate(made, H100, contention=False)
         assert found.inside_comm_s < least <= found.period_s
+
+
+@pytest.mark.long
+def test_a_profile_has_the_kernels_of_shared_chunks_and_their_messages_apart(pool: Pool) -> None:
+    strategy = Strategy(Mesh(tp=2), recipes.tensor_parallel(sequence=True))
+    costs = piper.profile(job(), strategy, rows=[8], repeats=1, pool=pool)
+    of = piper.compile(job(), strategy).plan
+    assert {(s.code, s.step) for s in costs.steps} >= {(c.code, s) for c in of.chunks for s, g in c.steps.items() if not g.empty}
+    found = simulate(of, "cpu-local", costs=costs)
+    assert found.summary()["sources"].get("formula", 0.0) < 0.05, found.notes
+    assert not any("no cost" in note or "not in the costs" in note for note in found.notes)
+    sent = {(c.kind, int(c.nbytes)) for chunk in of.chunks for sig in chunk.steps.values() for c in sig.collectives}
+    assert {kind for kind, _ in sent} == {"all_gather", "reduce_scatter"}
+    assert all(costs.of_comm(kind, nbytes, 2) is not None for kind, nbytes in sent)
+    dearer = replace(costs, comm=tuple(replace(c, duration=Duration(c.duration.seconds + 1.0)) for c in costs.comm))
+    count = sum(len(sig.collectives) for chunk in of.chunks for sig in chunk.steps.values())
+    assert simulate(of, "cpu-local", costs=dearer).inside_comm_s == pytest.approx(found.inside_comm_s + count)
