@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import piper
 from piper import Mesh, Strategy, models, recipes
 from piper.api.tuning_problem import problem_of
+from piper.cli import app
 from piper_autotune.problem import Programs, wanted_by
 from piper_autotune.sketch import Sketches
 from piper_compiler import directive, shardings_of, site_field
@@ -21,6 +25,7 @@ from piper_ir.graph import Graph
 from piper_ir.memory import peak
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
+from piper_report.chrome import chrome_trace
 from piper_runtime import Job
 from piper_runtime.launch.processes import Pool
 from piper_simulator import Cluster, DeviceModel, load_cluster, simulate
@@ -204,6 +209,33 @@ def test_bounds_of_shared_chunks_hold() -> None:
         least, _ = sketches.period_s(strategy, sketch, rows)
         found = simulate(made, H100, contention=False)
         assert found.inside_comm_s < least <= found.period_s
+
+
+def test_explain_and_simulate_say_what_is_exchanged_inside_of_steps(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.py"
+    path.write_text(FILE)
+    told = CliRunner().invoke(app, ["explain", str(path)])
+    assert told.exit_code == 0, told.output
+    assert "shared chunks: what devices along tp=2 exchange inside of steps" in told.stdout
+    assert re.search(r"pp0 +F: \d+ all_reduce of .*", told.stdout) and "tp.pp0" in told.stdout
+    assert re.search(r"[1-9]\.\d% of the FLOPs repeat", told.stdout)
+    told = CliRunner().invoke(app, ["simulate", str(path), "--cluster", "h100x8"])
+    assert told.exit_code == 0, told.output
+    assert re.search(r"communication in steps +[\d.]+ [um]s", told.stdout), told.stdout
+    of = plan(pp=2)
+    spans = [e for e in chrome_trace(simulate(of, H100).trace)["traceEvents"] if e["ph"] == "X" and "F" in e["name"]]
+    assert any(e["args"].get("inside_us", 0) > 0 and e["args"]["bytes"] > 0 for e in spans)
+
+
+FILE = """
+import piper
+from piper import models, recipes
+
+sizes = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16)
+job = models.job(sizes, global_batch=8, precision="float32")
+recipe = (*recipes.tensor_parallel(), *recipes.one_f_one_b(pp=2, microbatches=2))
+strategy = piper.Strategy(piper.Mesh(tp=2, pp=2), recipe)
+"""
 
 
 @pytest.mark.long

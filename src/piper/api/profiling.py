@@ -96,7 +96,7 @@ def profile(
     target = compile(job, strategy)
     chosen = _rows(job.global_batch, rows, target.plan.rows)
     shares = tuple(d for d in strategy.directives if isinstance(d, shard))
-    alone = Mesh(**{d.over: strategy.mesh.size(d.over) for d in shares})
+    alone = Mesh(tuple((d.over, strategy.mesh.size(d.over)) for d in shares))
     singles = [_one_replica(job, r, alone, shares) for r in chosen]
     policies = list(_policies(target, strategy, keep))
     again = [_one_replica(job, r, alone, (*shares, policy)) for policy in policies for r in chosen]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from piper.api.compiling import Compiled, advancing_notice
+from piper.views.explain_layouts import layouts
 from piper.views.explain_recompute import recomputation
 from piper.views.explain_sharing import sharing
 from piper_ir.ops import Compute
@@ -30,6 +31,7 @@ def explain(compiled: Compiled) -> str:
         _split_backwards(compiled),
         recomputation(compiled.plan),
         sharing(compiled.plan, compiled.graph.replication),
+        layouts(compiled.plan),
         _overlaps(compiled),
         _roles(compiled.plan),
         _communication(compiled.plan),
