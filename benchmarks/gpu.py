@@ -41,7 +41,6 @@ from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
 from piper_runtime.launch import WARMUP_STEPS, Pool, rank_job
 from piper_runtime.profile import most_on_device, reset_most_on_device
 from piper_runtime.rank import Rank, materialize, using
-from piper_simulator import product_cluster
 
 LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)
 SINGLE = Regime("in float32", width=1024, heads=16, layers=2, context=1024, rows=4, microbatches=8, steps=1)
@@ -201,6 +200,8 @@ def predicted() -> Iterator[Row]:
 
     There are three numbers of microbatches.
     """
+    from piper_simulator import product_cluster
+
     cluster = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
     with using("cuda"), Pool(1) as pool:
         for regime, precision, rounds in REGIMES:

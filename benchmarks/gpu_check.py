@@ -1,9 +1,10 @@
-"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device.
+"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device or states.
 
 `make gpu-check` runs it, or
 
 python benchmarks/gpu_check.py                a table to paste, and a JSON file in benchmarks/results/
 python benchmarks/gpu_check.py --out FILE.json
+python benchmarks/gpu_check.py --states       only what ranks keep: these need torch and Piper's own packages alone
 
 Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a
 prediction that misses its goal is a result.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -30,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 import piper
-from benchmarks import gpu, gpu_hazards
+from benchmarks import gpu, gpu_hazards, gpu_states
 from benchmarks.gpu_predicted import Case, Goals
 from benchmarks.measure import Goal, Row, machine
 from piper import models
@@ -38,7 +40,9 @@ from piper.models.presets import Config
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_runtime.launch import Pool
 from piper_runtime.rank import using
-from piper_simulator import STACKS, Cluster, product_cluster
+
+if TYPE_CHECKING:
+    from piper_simulator import Cluster
 
 GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))
 ROWS, REPEATS = 32, 5
@@ -54,7 +58,7 @@ BLOCKS = {
     ),
 }
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
-PROVES = ("streams", "shared")
+PROVES = ("streams", "shared", "sharded", "mixed")
 """Sections in which a goal that is missed is a fault."""
 
 
@@ -62,20 +66,37 @@ def main(argv: list[str] | None = None) -> int:
     """Run every check; the exit code is as the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
+    parser.add_argument("--states", action="store_true", help="only the sections about what ranks keep (gpu_states.py)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was checked. Run this where torch.cuda.is_available()")
         return 0
     here = asdict(machine()) | gpu.device_facts()
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
-    plain = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
-    cluster = plain.each_device(lambda device: replace(device, stack=STACKS["eager"]))  # what runs here is eager
-    rows, failed = checked((partial(blocks, "cuda", cluster, BLOCKS), gpu_hazards.rows, gpu.shared, partial(kernels, cluster)))
+    rows, failed = checked(gpu_states.sections() if options.states else sections())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
     print(table(here, rows, failed))
     print(f"{len(rows)} rows in {path}")
     return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
+
+
+def sections() -> Iterator[Callable[[], Iterable[Row]]]:
+    """Yield the sections; those with predictions, the first and the last two, need the simulator's packages."""
+    yield lambda: blocks("cuda", eager_cluster(), BLOCKS)
+    yield gpu_hazards.rows
+    yield gpu.shared
+    yield from gpu_states.sections()
+    yield lambda: gpu_states.overheads("cuda", eager_cluster())
+    yield lambda: kernels(eager_cluster())
+
+
+def eager_cluster() -> Cluster:
+    """Return the devices of this machine as they run eager kernels, which is what runs here."""
+    from piper_simulator import STACKS, product_cluster
+
+    plain = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
+    return plain.each_device(lambda device: replace(device, stack=STACKS["eager"]))
 
 
 def checked(sections: Iterable[Callable[[], Iterable[Row]]]) -> tuple[list[Row], list[str]]:

@@ -42,6 +42,7 @@ SECTIONS = {
     "host": "host_cost:rows",
     "faults": "faults:rows",
     "recovery": "recovery:rows",
+    "saving": "saving:rows",
     "loader": "loader:rows",
     "step": "step_time:rows",
     "sharded": "step_sharded:rows",

@@ -30,9 +30,9 @@ DEADLINE_S = 600.0
 CELLS = (
     ("GPT-3 175B on 1,024 devices", "gpt3-175b", 16, 64, 128, "h100x8*128"),
     ("Llama-3 405B on 16,384 devices", "llama3-405b", 16, 1024, 128, "h100x8*2048"),
-    ("Llama-3 405B on 16,384 devices, zero=3", "llama3-405b", 16, 1024, 128, "h100x8*2048", 3, 13_000),
+    ("Llama-3 405B on 16,384 devices, zero=3", "llama3-405b", 16, 1024, 128, "h100x8*2048", 3),
 )
-"""Title; preset, stages, replicas, microbatches, cluster, the level at which replicas share states, MiB of a bucket (a layer)."""
+"""Title; preset, stages, replicas, microbatches, cluster, the level at which replicas share states (buckets of 25 MiB)."""
 
 LAYERS, DEVICES, REPLICAS, MICROBATCHES = 32, 8, 16, 64
 """Where the series cross: each varies one of the four and leaves the others."""

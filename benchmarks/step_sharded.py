@@ -23,6 +23,8 @@ PAIRS, QUICK_PAIRS = 30, 4
 TIME_GOAL, PEAK_GOAL = Goal("above", 0.98), Goal("below", 0.7)
 DEEP = replace(SMALL, name="32 layers of 3 MiB", width=256, layers=32, context=16, rows=1, heads=4, steps=1)
 """Parameters, and not activations, are most of what it holds."""
+SHALLOW = replace(DEEP, name="16 layers of 3 MiB", layers=16)
+"""The layers that are whole for a moment are more of what this one holds."""
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -31,15 +33,18 @@ def rows(quick: bool) -> Iterator[Row]:
         for resident in (0, "step"):
             yield from timed(kind, LARGE, resident, QUICK_PAIRS if quick else PAIRS)
         yield from peaks(kind, DEEP)
+        if SHARDED[kind].stages > 1:
+            for buckets in (1, 2):
+                yield peak(kind, SHALLOW, 0, buckets)
 
 
-def prepared(kind: str, regime: Regime, resident: float | str) -> Setup:
-    """Return the comparison of a kind, with a plan that keeps so much, and a bucket of about a layer."""
+def prepared(kind: str, regime: Regime, resident: float | str, buckets: int = 1) -> Setup:
+    """Return the comparison of a kind, with a plan that keeps so much, and about so many buckets to a layer."""
     sharded = SHARDED[kind]
     microbatches = regime.microbatches if sharded.stages > 1 else 1
     work = job(regime, regime.rows * microbatches * 2)
     layer = 12 * regime.width**2 * 4 / 2**20
-    replicas = piper.recipes.data_parallel(zero=3, bucket_mb=layer, resident_mb=resident, reduced_mb=resident)
+    replicas = piper.recipes.data_parallel(zero=3, bucket_mb=layer / buckets, resident_mb=resident, reduced_mb=resident)
     pipeline = piper.recipes.one_f_one_b(pp=sharded.stages, microbatches=microbatches) if sharded.stages > 1 else ()
     strategy = piper.Strategy(piper.Mesh(pp=sharded.stages, dp=2), (*pipeline, *replicas))
     compiled = piper.compile(work, strategy)
@@ -66,16 +71,19 @@ def timed(kind: str, regime: Regime, resident: float | str, pairs: int) -> list[
 
 
 def peaks(kind: str, regime: Regime) -> list[Row]:
-    """Return the peak of the fullest rank over torch's, at both settings; memory needs no repetition."""
-    out = []
-    for resident in (0, "step"):
-        setup = prepared(kind, regime, resident)
-        measured = run(setup, 0)
-        ours, torchs = max(m.peak_ours for m in measured), max(m.peak_theirs for m in measured)
-        shards = max(sum(2 * sum(flat_bytes(b, setup.plan.mesh).values()) for b in setup.plan.buckets if r.role in b.roles)
-                     for r in setup.plan.roles)  # fmt: skip
-        note = f"ours {ours / 2**20:.1f} MiB, torch {torchs / 2**20:.1f}; parts of states {shards / 2**20:.1f}"
-        goal = PEAK_GOAL if resident == 0 and SHARDED[kind].stages > 1 else None
-        title = f"{kind} {SHARDED[kind].mesh}, {regime.name}, resident_mb={resident}: peak, ours/torch"
-        out.append(Row("sharded", title, ours / torchs, "ratio", goal=goal, note=note))
-    return out
+    """Return the peaks at both settings."""
+    return [peak(kind, regime, resident) for resident in (0, "step")]
+
+
+def peak(kind: str, regime: Regime, resident: float | str, buckets: int = 1) -> Row:
+    """Return the peak of the fullest rank over torch's; memory needs no repetition."""
+    setup = prepared(kind, regime, resident, buckets)
+    measured = run(setup, 0)
+    ours, torchs = max(m.peak_ours for m in measured), max(m.peak_theirs for m in measured)
+    shards = max(sum(2 * sum(flat_bytes(b, setup.plan.mesh).values()) for b in setup.plan.buckets if r.role in b.roles)
+                 for r in setup.plan.roles)  # fmt: skip
+    note = f"ours {ours / 2**20:.1f} MiB, torch {torchs / 2**20:.1f}; parts of states {shards / 2**20:.1f}"
+    goal = PEAK_GOAL if resident == 0 and SHARDED[kind].stages > 1 else None
+    cut = "" if buckets == 1 else f", {buckets} buckets to a layer"
+    title = f"{kind} {SHARDED[kind].mesh}, {regime.name}, resident_mb={resident}{cut}: peak, ours/torch"
+    return Row("sharded", title, ours / torchs, "ratio", goal=goal, note=note)

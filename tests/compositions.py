@@ -153,7 +153,7 @@ def captured(model: str, precision: str = "float64") -> Captured:
     return shared
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _expected(model: str, numbers: tuple[Any, ...], steps: int) -> parity.Reference:
     rows, microbatches, dp, optimizer, clip, scheduler, precision = numbers
     c = Composition(

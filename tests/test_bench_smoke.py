@@ -35,6 +35,7 @@ from benchmarks import (
     prediction,
     recipe_rates,
     run,
+    saving,
     scale,
     scale_cell,
     score_rates,
@@ -52,7 +53,9 @@ from benchmarks import (
 )
 from benchmarks import loader as measure_loader
 from benchmarks.measure import Goal, Row, machine, median_interval
+from packages.runtime.tests.chains import chain
 from packages.runtime.tests.fake_device import HostDevice
+from packages.runtime.tests.handmade import CODE
 from piper import models
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
@@ -474,3 +477,18 @@ def test_a_dozen_strategies_share_states_or_recompute() -> None:
     for name, strategy in found.items():
         replicated = [d.zero for d in strategy.directives if isinstance(d, piper.replicate)]
         assert any(replicated) or any(isinstance(d, piper.recompute) for d in strategy.directives), name
+
+
+def test_steps_beside_a_save_are_found() -> None:
+    """The save after step 3 ends within the sixth step, that after the last one is beside none."""
+    heard = saving.Heard({0: [1.0, 2, 3, 4, 6, 7], 1: [1.5, 2, 3, 5, 6, 7]}, [(3, 1, 2, 5.0), (3, 1, 2, 6.5), (6, 1, 2, 9.0)])
+    assert heard.step_s() == [1, 1, 2, 2, 1] and heard.beside() == {2, 3, 4}
+
+
+def test_saves_are_measured_beside_runs_without() -> None:
+    plan, job = chain(pp=2)
+    with saving.Listening(saving.Pool(2)) as workers:
+        found = {row.name: row for row in saving.measured(workers, saving.Subject("chain", plan, CODE, job), 1, 9, 3)}
+    assert len(found) == 5 and all(row.value > 0 and row.section == "saving" for row in found.values())
+    ratio, blocked = (next(row for name, row in found.items() if what in name) for what in ("without", "beyond the copy"))
+    assert str(ratio.goal) == "< 1.1" and str(blocked.goal) == "< 5" and "2 shares" in blocked.note

@@ -49,16 +49,20 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def test_a_training_goes_on_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "source"),
+    [("--every", "step 2, from the checkpoint"), ("--snapshot", "step 2, from the host snapshots of ranks 0, 1")],
+)
+def test_a_training_goes_on_by_itself(flag: str, source: str, tmp_path: Path) -> None:
     path = recipe(tmp_path / "r", "raise OSError('the disk is away')")
-    saved = ("--checkpoint", tmp_path / "saved", "--every", 2)
+    saved = ("--checkpoint", tmp_path / "saved", flag, 2)
     done = piper("run", path, "--launcher", "inline", "--out", tmp_path / "runs", *saved, "--restarts", 1)
     assert done.exit_code == 0, done.output
-    assert "the disk is away. Restart 1 of 1: the run goes on with step 2, from the checkpoint" in done.stderr
+    assert f"the disk is away. Restart 1 of 1: the run goes on with {source}" in done.stderr
     again = piper("run", path, "--launcher", "inline", "--out", tmp_path / "runs")
     assert again.exit_code == 0 and losses(tmp_path / "runs" / "recipe-001") == losses(tmp_path / "runs" / "recipe-002")
     page = (tmp_path / "runs" / "recipe-001" / "report" / "report.html").read_text()
-    assert "Restarts" in page and "the disk is away" in page
+    assert "Restarts" in page and "the disk is away" in page and source.partition("from ")[2] in page
 
 
 def test_mistakes_are_one_message(tmp_path: Path) -> None:
@@ -67,8 +71,11 @@ def test_mistakes_are_one_message(tmp_path: Path) -> None:
     fails(piper(*run, "--launcher", "inline", "--on-loss", "replan"), "--on-loss replan: a run that may not be started again")
     fails(piper(*run, "--launcher", "inline", "--on-loss", "replan", "--restarts", 1), "inline", "has no devices to lose")
     fails(piper(*run, "--on-loss", "wait", "--restarts", 1), "--on-loss wait")
+    fails(piper(*run, "--launcher", "inline", "--snapshot", 1), "--snapshot needs the folder of the checkpoints")
     fails(piper(*run, "--launcher", "inline", "--spares", 1), "--spares 1", '"inline" runs on this machine')
-    fails(piper(*run, "--emulate", "h100x8", "--restarts", 1), "--emulate trains nothing: leave out")
+    for option in (("--restarts", 1), ("--on-loss", "replan"), ("--spares", 1)):
+        fails(piper(*run, "--emulate", "h100x8", *option), "--emulate trains nothing: leave out", option[0])
+    fails(piper(*run, "--launcher", "inline", "--checkpoint", ""), "--checkpoint", "a folder is needed; the present one is .")
     path.with_name("failed").unlink(missing_ok=True)
     fails(piper(*run, "--launcher", "inline"), "the disk is away")
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/measured.json"))
@@ -80,6 +87,9 @@ def test_torchrun_is_told_to_start_ranks_again(tmp_path: Path) -> None:
     assert all("--max-restarts 3" in lines[name] for name in ("torchrun", "torchrun-nodes", "slurm"))
     assert "--max-restarts" not in lines["ray"] and all("--restarts 3" in line for line in lines.values())
     assert "--max-restarts" not in piper("launch", path).stdout
+    lines = json.loads(piper("launch", path, "--restarts", 3, "--on-loss", "replan", "--spares", 1, "--json").stdout)
+    with_loss = [name for name, line in lines.items() if "--on-loss replan --spares 1" in line]
+    assert with_loss == ["ray"], "torchrun starts as many ranks as before, and refuses them"
 
 
 RECIPE_OF_FOUR = """

@@ -18,6 +18,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_ir.timing import prepare, sweep
+from piper_ir.verify import verify
 from piper_simulator import simulate
 from piper_simulator.times.engine import run_engine
 
@@ -156,5 +157,6 @@ def test_states_that_replicas_share_cost_a_gather_before_and_a_scatter_behind(re
     program = synthetic(stages=4, F=3, I=4, W=2, params=512)
     shared = recipes.data_parallel(zero=zero, resident_mb="step", reduced_mb="step")
     plan = compile_program(program, Strategy(Mesh(pp=4, dp=2), (*recipe(pp=4, microbatches=8), *shared))).plan
+    verify(plan)
     assert simulate(plan, costs=Costs(comm=tuple(given))).step_s == (gather if zero < 3 else 0) + (8 + 4 - 1) * 9 + scatter
     assert simulate(plan).step_s == (8 + 4 - 1) * 9, "negative control: without seconds they take none"

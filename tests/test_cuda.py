@@ -14,11 +14,11 @@ import piper
 from benchmarks.joined import joined_pool
 from benchmarks.step_model import Regime, job
 from piper import models
+from piper_ir.collectives import COLLECTIVES
 from piper_ir.errors import ExecutionError
 from piper_ir.memory import on_device, peak
 from piper_runtime.launch.processes import Pool
 from piper_runtime.rank.device import NO_CUDA, using
-from piper_simulator.cluster.named import product_cluster
 from tests import compositions, parity
 from tests.compositions import Composition, fitted
 from tests.test_memory_truth import asked_for, lies, measure
@@ -117,6 +117,8 @@ def planned_and_asked(sizes: Regime, precision: str, pool: Pool) -> tuple[int, i
 
 def test_a_profile_is_of_the_device(pool: Pool) -> None:
     """And a simulation on the cluster of this device finds all that it needs."""
+    from piper_simulator import product_cluster
+
     work = job(SIZES, 16)
     strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=4),))
     costs = piper.profile(work, strategy, rows=[2], repeats=3, pool=pool)
@@ -131,11 +133,13 @@ def test_a_profile_is_of_the_device(pool: Pool) -> None:
 
 def test_messages_over_nccl_are_measured(nccl_pool: Pool) -> None:
     """And a simulation of two ranks takes them."""
+    from piper_simulator import product_cluster
+
     work, strategy = job(SIZES, 16), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1))
     costs = piper.profile(work, strategy, rows=[4], repeats=2, pool=nccl_pool)
     assert costs.origin is not None and costs.origin.backend == "nccl by sockets" and costs.origin.ranks == 2
-    assert {(c.op, c.group) for c in costs.comm} == {("p2p", 2), ("all_reduce", 2)}
-    for op in ("p2p", "all_reduce"):
+    assert {(c.op, c.group) for c in costs.comm} == {(op, 2) for op in ("p2p", *COLLECTIVES)}
+    for op in ("p2p", "all_reduce", "all_gather", "reduce_scatter"):
         taken = {c.bytes: c.duration.seconds for c in costs.comm if c.op == op}
         assert all(s > 0 for s in taken.values()) and taken[max(taken)] > 2 * taken[min(taken)]
     cluster = product_cluster(costs.origin.device, 2)

@@ -65,6 +65,13 @@ def test_another_order_and_smaller_batches_are_named() -> None:
     assert missed([*good[:4], line(4, 39)]) == ["Piper, ZeRO-3 reaches 39.0 rows, published 40"]
 
 
+def test_the_page_says_whether_one_policy_for_all_keeps_the_order() -> None:
+    good = [line(0, 3), line(1, 4), line(2, 12), line(3, 32), line(4, 40)]
+    assert zero_page.one_policy(good).count("the order is the paper's") == 3
+    other = [*good[:2], line(2, 33), *good[3:]]
+    assert zero_page.one_policy(other).count("**not**") == 3
+
+
 def test_a_section_is_written_in_place_of_its_own(tmp_path: Path) -> None:
     page = tmp_path / "paper.md"
     for name, text in (("a", "first"), ("b", "second"), ("a", "third")):

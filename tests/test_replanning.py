@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from piper.api.compiling import Compiled
 from piper.api.other_meshes import on_devices, used_recipe
 from piper.api.replanning import Replanner
 from piper_compiler import Strategy
-from piper_ir.errors import JobError, PiperWarning
+from piper_ir.errors import JobError, MissingPackageError, PiperWarning
 from piper_report import write_report
 from tests.parity import FLOAT64
 
@@ -127,6 +128,13 @@ def test_a_strategy_that_no_smaller_mesh_takes(compiled: Compiled) -> None:
         Replanner(odd, JOB)(1)
     with pytest.raises(JobError, match="nothing says which strategy this was compiled from"):
         Replanner(replace(compiled, strategy=None), JOB)
+
+
+def test_a_search_without_a_tuner_is_refused_before_the_run(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "piper_autotune", None)
+    with pytest.raises(MissingPackageError, match=r"searches the function of a trial with the tuner, .* give a list"):
+        Replanner(compiled, JOB, searched)
+    assert Replanner(compiled, JOB, [strategy(2, 1)])(2)[0].mesh.world == 2
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ them, and the buffers that wait for them pile up.
   batches of the other systems are not the paper's: what they recompute is not known, and the policies are assumed.
 - Most of the distance between the other systems and ours is the policy. With one for all, the largest batches lie close
   together: what differs is how much of states and gradients a system keeps whole, and a row of activations is large
-  beside that. FSDP2 that reshards takes about what our ZeRO-2 takes.
+  beside that.
+{one_policy}
 - The same {batch} rows with the policy {keep!r}, by what fills the fullest device:
 
 {split}
@@ -129,6 +130,19 @@ What is assumed:
 
 {assumed}
 """
+
+
+def one_policy(found: Sequence[Line]) -> str:
+    """Return, as lines of a list, in which order the systems are when all have one policy, and whether it is the paper's."""
+    published = [x.system.name for x in found]
+    out = []
+    for keep in POLICIES:
+        ordered = sorted(found, key=lambda x: x.batches[keep].batch)
+        same = [x.system.name for x in ordered] == published
+        texts = ", ".join(f"{x.system.name} {x.batches[keep].batch:.1f}" for x in ordered)
+        what = "is the paper's" if same else "is **not** the paper's"
+        out.append(fill(f"- With the policy {keep!r} for all systems the order {what}: {texts}.", 118, subsequent_indent="  "))
+    return "\n".join(out)
 
 
 def page(setting: Setting, found: Sequence[Line], split: Sequence[tuple[System, Point]]) -> str:
@@ -143,6 +157,7 @@ def page(setting: Setting, found: Sequence[Line], split: Sequence[tuple[System, 
         verdict=f"Not as published: {'; '.join(wrong)}."
         if wrong
         else "The script checks the order, and that our plans take at least the paper's batches:",
+        one_policy=one_policy(found),
         split=markdown(SPLIT_HEADER, [split_cells(*x) for x in split]),
         assumed=markdown(("what", "how much", "source"), assumptions(setting)),
     )

@@ -91,7 +91,7 @@ def test_waits_and_frees_are_those_found_one_by_one(seed: int, monkeypatch: pyte
         found = releases(draft, uses, times, buffers)
         assert as_dicts(found) == plain_releases(draft, uses, times)
         for waits in (draft.waits, draft.waits + found.waits):
-            assert list(draft.waits_of(draft.needed(waits))) == plain_waits(draft, waits)
+            assert list(draft.issue.waits_of(draft.issue.needed(waits))) == plain_waits(draft, waits)
         seen.append(len(found.freed))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from packages.runtime.tests.handmade import CODE, Reference, chain_job, chain_program, masked_loss, mean_loss
@@ -17,17 +18,22 @@ TOLERANCE = 1e-12
 
 def chain(
     layers: int = 3, *, pp: int = 2, dp: int = 1, microbatches: int = 4, schedule: str = "one_f_one_b", rows: int = 2,
-    tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, **fields: Any,
+    tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, zero: int = 0, rep: int = 1,
+    sharing: Mapping[str, Any] | None = None, **fields: Any,
 ) -> tuple[Plan, Job]:  # fmt: skip
-    """A plan and its job. `fields` go to the job."""
+    """A plan and its job. `fields` go to the job; with `rep` the states of `zero` are shared along dp alone; `sharing` are
+    more arguments of data_parallel."""
     loss = masked_loss if masked else mean_loss
-    job = chain_job(layers, rows * microbatches * dp, tied=tied, drop=drop, **{"loss": loss, **fields})
+    job = chain_job(layers, rows * microbatches * dp * rep, tied=tied, drop=drop, **{"loss": loss, **fields})
     program = chain_program(layers, tied=tied, drop=drop, masked=masked)
     cut = getattr(recipes, schedule)(pp=pp, microbatches=microbatches) if pp > 1 else (split(where(), microbatches=microbatches),)
-    directives = (*cut, *(recipes.data_parallel() if dp > 1 else ()))
+    over = ("dp", "rep") if rep > 1 else ("dp",)
+    shard = {kind: ("dp",) for kind in ("optim", "grads", "params")[:zero]} if rep > 1 else None
+    replicas = recipes.data_parallel(**dict(over=over, zero=0 if shard else zero, shard=shard) | dict(sharing or {}))
+    directives = (*cut, *(replicas if dp * rep > 1 else ()))
     spec = optimizer_spec(job, program.params)
     training = Training(spec.group_of, spec.state_bytes, job.clip_norm)
-    strategy = Strategy(Mesh(pp=pp, dp=dp), directives)
+    strategy = Strategy(Mesh(pp=pp, dp=dp, rep=rep), directives)
     lowered = compile_program(program, strategy, global_batch=job.global_batch, training=training, options=Options(fuse=fuse))
     return lowered.plan, job
 

@@ -13,6 +13,7 @@ from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
 from piper_ir.errors import ExecutionError, HangError
 from piper_runtime import execute
+from piper_runtime.launch import forking
 from piper_runtime.rank.code import ShippedCode
 
 KINDS = ("kill", "raise", "hang")
@@ -45,6 +46,12 @@ def faulty_code(kind: str, seed: int) -> tuple[dict[str, dict[str, ShippedCode]]
     prelude = _PRELUDE.format(call=chance.randint(1, 40), action=action)
     source = CODE[code_id][step].source.replace("def step(args):", prelude, 1)
     return {**CODE, code_id: {**CODE[code_id], step: ShippedCode(source)}}, rank
+
+
+def server_pid() -> int:
+    """The process that forks workers, which outlives their runs."""
+    assert forking._server is not None
+    return forking._server._process.pid
 
 
 def pids_alive(pids: list[int]) -> list[int]:

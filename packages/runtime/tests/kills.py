@@ -17,29 +17,39 @@ from typing import Any, Literal
 import torch
 
 from packages.runtime.tests.handmade import adamw, batch
-from piper_runtime.checkpoint import rank_saver
+from piper_runtime.checkpoint import host_snapshots, rank_saver
 from piper_runtime.checkpoint.restoring import read_range
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import complete_checkpoints
 
-Instant = Literal["start", "step", "save"]
+Instant = Literal["start", "step", "save", "copy"]
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: of a rank, at its start, some seconds after its first step began, or in its n-th write of a checkpoint."""
+    """One kill of a rank.
+
+    It comes at its start, some seconds after its first step began, or in its n-th write of a checkpoint or copy of its
+    state to memory.
+    """
 
     rank: int
     instant: Instant
     after: float = 0.0
 
 
-def random_kills(seed: int, count: int, world: int, most_s: float) -> list[Kill]:
-    """Kills at random instants: a third of them in a save, a few at the start."""
+SAVING: tuple[Instant, ...] = ("save", "step", "step", "save", "step", "start")
+COPYING: tuple[Instant, ...] = ("copy", "step", "copy", "step", "save", "copy", "step", "start")
+
+
+def random_kills(seed: int, count: int, world: int, most_s: float, instants: Sequence[Instant] = SAVING) -> list[Kill]:
+    """Kills at random instants: a third of them in a save, or in a copy, a few at the start."""
     chance = random.Random(seed)
-    instants: list[Instant] = ["save", "step", "step", "save", "step", "start"]
     kinds = [instants[n % len(instants)] for n in range(count)]
-    return [Kill(chance.randrange(world), k, chance.randrange(3) if k == "save" else chance.uniform(0, most_s)) for k in kinds]
+    return [
+        Kill(chance.randrange(world), k, chance.randrange(3) if k in ("save", "copy") else chance.uniform(0, most_s))
+        for k in kinds
+    ]
 
 
 class Killer:
@@ -95,6 +105,8 @@ class Killer:
             threading.Timer(kill.after, self._die).start()
         if kill.instant == "save":
             rank_saver.write_boxes = _dying(int(kill.after), self._die)
+        if kill.instant == "copy":
+            host_snapshots.copy_states = _dying_in_copy(int(kill.after), self._die)
 
     def _die(self) -> None:
         with (self.folder / "log").open("a") as log:
@@ -112,6 +124,20 @@ def _dying(skipped: int, die: Callable[[], None]) -> Any:
         if len(calls) > skipped and not any(ranges for _, ranges in contents):
             die()  # another rank writes all that it has
         return write(path, contents, wrote if len(calls) <= skipped else die)
+
+    return dying
+
+
+def _dying_in_copy(skipped: int, die: Callable[[], None]) -> Any:
+    """The function that copies a rank's state to memory, which dies in its middle, after it was called a few times."""
+    copy, calls = host_snapshots.copy_states, list[int]()
+
+    def dying(slots: Any, states: Any) -> None:
+        calls.append(1)
+        half = len(slots) // 2 if len(calls) > skipped else len(slots)
+        copy(slots[:half], states[:half])
+        if len(calls) > skipped:
+            die()
 
     return dying
 

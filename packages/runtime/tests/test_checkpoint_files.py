@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
 from piper_ir.errors import FormatError, JobError, PiperError
 from piper_runtime import Checkpoints, Run
+from piper_runtime.checkpoint.box_archives import _checksums, write_tensor
 from piper_runtime.checkpoint.commits import complete
 from piper_runtime.checkpoint.meta import CheckpointMeta
 from piper_runtime.checkpoint.rank_file import rank_file, write_boxes
@@ -117,6 +119,34 @@ def test_shards_of_flat_buffers_are_read_by_torch_and_as_other_shards(tmp_path: 
     state = {"model": {"w": torch.zeros_like(whole)}}
     dcp.load(state, checkpoint_id=opened.path)
     assert torch.equal(state["model"]["w"], whole)
+
+
+TENSORS = {
+    "matrix": torch.randn(3, 5),
+    "number": torch.tensor(7.0),
+    "nothing": torch.zeros(2, 0),
+    "narrow": torch.randn(70, 64).bfloat16(),
+    "part": torch.arange(60.0)[7:31].view(4, 6),
+    "truth": torch.tensor([True, False]),
+    "complex": torch.randn(4, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_an_archive_is_that_of_torch_save_but_for_its_identity(name: str) -> None:
+    tensor, ours, theirs = TENSORS[name], io.BytesIO(), io.BytesIO()
+    for _ in range(2):  # made, and then known
+        ours = io.BytesIO()
+        assert write_tensor(ours, tensor) == len(ours.getvalue())
+    with _checksums():
+        torch.save(tensor.clone(), theirs)
+    with ZipFile(ours) as a, ZipFile(theirs) as b:
+        assert a.testzip() is None and [(r.filename, r.header_offset) for r in a.infolist()] == [
+            (r.filename, r.header_offset) for r in b.infolist()
+        ]
+        assert {r.filename for r in a.infolist() if a.read(r) != b.read(r.filename)} <= {"archive/.data/serialization_id"}
+    ours.seek(0)
+    assert torch.equal(torch.load(ours, weights_only=True), tensor)
 
 
 def test_scalars_and_tensors_without_elements(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw, batch
 from piper_ir.errors import ExecutionError, JobError, OutputError, PiperWarning
 from piper_runtime import Checkpoints, Run
-from piper_runtime.checkpoint import saved_run
+from piper_runtime.checkpoint import commits, saved_run
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints
 from piper_runtime.launch.processes import Pool
@@ -235,6 +235,23 @@ def test_a_write_that_fails_is_a_warning_and_older_checkpoints_stay(tmp_path: Pa
     ):
         found = run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path, keep=1), resume="latest")
     assert len(found.losses) == 2 and [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_not_a_new_one_that_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(folder: Path) -> None:
+        raise OSError(f"{folder.name} is in use")
+
+    plan, job = chain(pp=2)
+    monkeypatch.setattr(commits, "delete", held)
+    with pytest.warns(PiperWarning) as caught:
+        run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path, every=1, keep=1))
+    assert [str(w.message) for w in caught] == [
+        "the checkpoint of step 2 is complete, but an older one could not be deleted: step-00000001 is in use; training goes on"
+    ]
+    assert list(complete_checkpoints(tmp_path)) == [1, 2]
+    assert run(plan, job, steps=1, checkpoint=Checkpoints(tmp_path), resume="latest").first_step == 2
 
 
 def test_control_a_checkpoint_that_lacks_a_part_is_never_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

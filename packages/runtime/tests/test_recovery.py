@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,9 @@ from piper_ir.errors import ExecutionError, HangError, JobError, NonFiniteLossEr
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint import rank_saver
 from piper_runtime.launch import report
+from piper_runtime.launch.attempts import workers_of
 from piper_runtime.launch.beginning import under_torchrun
+from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.recovery import Recovery, RecoveryOptions, Restart
 from piper_runtime.launch.report import StepRecord
 
@@ -168,6 +171,34 @@ def test_a_save_that_a_failure_cuts_off_does_not_count(tmp_path: Path, monkeypat
     assert same(found, run(plan, job))
 
 
+def test_a_run_that_finds_nothing_to_go_on_from_says_what_had_failed(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+
+    def losing(step: int, rows: range) -> Any:
+        if step == 3:
+            shutil.rmtree(saved)
+            saved.write_text("a file")
+            raise OSError("the disk went away")
+        return batch(step, rows)
+
+    plan, job = chain()
+    with pytest.raises(RankError, match=r"the disk went away\. The run cannot go on: the checkpoints in .* cannot be read"):
+        run(plan, replace(job, batch=losing), checkpoint=Checkpoints(saved, every=2), restarts=1)
+
+
+def test_a_pool_has_its_size_again_when_a_run_ended_on_fewer_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    workers = Pool(3)
+    monkeypatch.setattr(workers, "close", lambda: closed.append(workers.world))
+    with workers_of("processes", 2, "auto", 0, workers) as used:
+        assert used is workers
+    assert closed == [], "they are kept for the next run"
+    with pytest.raises(RankError), workers_of("processes", 2, "auto", 0, workers):
+        workers.world = 1
+        raise RankError("rank 0 was killed", (0,))
+    assert (closed, workers.world) == ([1], 3)
+
+
 KILLED, RAISED, HUNG = RankError("rank 1 was killed", (1,)), RankError("rank 1 raised"), HangError("no rank made progress")
 NO_ROOM = ExecutionError("no room")
 
@@ -245,6 +276,8 @@ def test_torchrun_starts_ranks_again_by_itself(tmp_path: Path, monkeypatch: pyte
         (dict(restarts=1, gradients=True), "restarts=1 and gradients=True: the gradients of the steps before"),
         (dict(spares=1), 'spares=1: launcher "inline" runs on this machine'),
         (dict(spares=-1, launcher="ray"), "spares=-1: an integer of at least 0"),
+        (dict(restarts=1, on_restart=3), "on_restart=3: a function is needed"),
+        (dict(restarts=1, replan="no"), "replan='no': a function is needed"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:

@@ -13,11 +13,12 @@ import pytest
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE, adamw
-from packages.runtime.tests.instants import descendants, pids_alive
-from packages.runtime.tests.kills import Kill, Killer, random_kills, read_all
+from packages.runtime.tests.instants import descendants, pids_alive, server_pid
+from packages.runtime.tests.kills import COPYING, Kill, Killer, random_kills, read_all
 from piper_ir.errors import PiperWarning
 from piper_runtime import Checkpoints, Run, execute
-from piper_runtime.launch import Restart
+from piper_runtime.launch import Pool, Restart
+from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
 
 TOLERANCE = 1e-9
 PLANS = {
@@ -41,8 +42,11 @@ def survives(kills: list[Kill], ranks: int, steps: int, tmp_path: Path, monkeypa
     """Run with these kills, and check what holds for every run; `fewer` gives the next number of ranks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
+    with Pool(1) as first:  # the process that forks workers stays for the next run
+        first.start()
     saved, before = tmp_path / "saved", descendants(os.getpid())
-    plan, job = chain(**PLANS[ranks], optimizer=adamw)
+    kept = Checkpoints(saved, every=of.pop("every", 2), snapshot=of.pop("snapshot", None))
+    plan, job = chain(**of.pop("fields", PLANS[ranks]), optimizer=adamw)
     killer = Killer(tmp_path / "kills", kills, of.pop("pause_s", 0.0))
     heard: list[int] = []
 
@@ -57,7 +61,7 @@ def survives(kills: list[Kill], ranks: int, steps: int, tmp_path: Path, monkeypa
         warnings.simplefilter("ignore", PiperWarning)
         found = execute(
             plan, CODE, replace(job, batch=killer.batch, optimizer=killer.optimizer), steps=steps, launcher="processes",
-            checkpoint=Checkpoints(saved, every=of.pop("every", 2)), restarts=len(kills), on_restart=again,
+            checkpoint=kept, restarts=len(kills), on_restart=again,
             on_step=lambda record: heard.append(record.step), replan=replan if fewer is not None else None, timeout_s=60,
         )  # fmt: skip
     assert [kill for kill, _ in killer.done()] == kills and len(found.restarts) == len(kills)
@@ -65,8 +69,8 @@ def survives(kills: list[Kill], ranks: int, steps: int, tmp_path: Path, monkeypa
     assert distance(found, whole, *(["count"] if fewer is not None else [])) < TOLERANCE
     assert heard == list(range(steps)), "no step twice"
     assert 1 <= read_all(saved) <= 3 and all(not p.name.endswith(".partial") for p in saved.iterdir())
-    assert not pids_alive([p for p in descendants(os.getpid()) if p not in before])
-    assert not list((tmp_path / "temporary").glob("piper-*"))
+    assert not pids_alive([p for p in descendants(os.getpid()) if p not in (*before, server_pid())])
+    assert not list((tmp_path / "temporary").glob("piper-*")) and not list(IN_MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
     return found
 
 
@@ -99,3 +103,24 @@ def test_losses_of_devices_at_random_instants(seed: int, tmp_path: Path, monkeyp
     kills = random_kills(seed, seed % 6 + 1, 4, 0.3)[-1:]
     found = survives(kills, 4, 200, tmp_path, monkeypatch, fewer=lambda _: 2 + seed % 2, pause_s=0.002)
     assert [r.ranks for r in found.restarts] == [2 + seed % 2]
+
+
+WITH_COPIES = {
+    "replicas": dict(pp=1, dp=2, microbatches=8),
+    "hybrid": dict(pp=1, dp=2, rep=2, zero=3, microbatches=4),
+    "stages": dict(pp=2, dp=2, microbatches=4),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_kills_at_random_instants_of_ranks_that_copy_their_state(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the kills is in a copy; the run goes on from the copies of the others, which are one step old."""
+    fields = WITH_COPIES[name]
+    kills = random_kills(2, 24, 2 if name == "replicas" else 4, 0.3, COPYING)
+    found = survives(kills, 4, 600, tmp_path, monkeypatch, pause_s=0.002, every=50, snapshot=1, fields=fields)
+    sources = [r.source.partition(" of ")[0] for r in found.restarts]
+    print(f"{name}: {len(kills)} kills, steps done again {[r.step - r.resumed for r in found.restarts]}, {sources}")
+    assert sum(source.startswith("the host snapshot") for source in sources) > len(kills) // 2

@@ -22,6 +22,7 @@ from piper_runtime import Checkpoints, execute
 from piper_runtime.launch import ray_placement
 from piper_runtime.launch.ray_launcher import RayPool
 from piper_runtime.launch.ray_placement import RankHost, SpareRoom, ranks_that_fit
+from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
 
 
 def killed_in(step: int, folder: Path) -> Callable[[int, range], Any]:
@@ -96,6 +97,19 @@ def test_a_killed_actor_is_replaced_on_a_spare_bundle(ray_address: str, tmp_path
     assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
     assert len(found.restarts) == 1 and len(found.restarts[0].lost) == 1 and not pids_alive(last)
     assert read_all(tmp_path / "saved") == 3
+
+
+@pytest.mark.long
+def test_actors_go_on_from_host_snapshots(ray_address: str, tmp_path: Path) -> None:
+    plan, job = chain(pp=1, dp=2, optimizer=adamw)
+    saved = Checkpoints(tmp_path / "saved", every=100, snapshot=2)
+    with RayPool(2, cluster=ray_address) as pool, pytest.warns(PiperWarning, match=r"step 4, from the host snapshot of rank \d "):
+        found = execute(
+            plan, CODE, replace(job, batch=killed_in(5, tmp_path)), steps=8, launcher="ray", pool=pool, restarts=1,
+            checkpoint=saved,
+        )  # fmt: skip
+    assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
+    assert not list(IN_MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
 
 
 @pytest.mark.long

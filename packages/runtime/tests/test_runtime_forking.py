@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
-from packages.runtime.tests.instants import pids_alive
+from packages.runtime.tests.instants import pids_alive, server_pid
 from piper_ir.errors import ExecutionError
 from piper_runtime.launch import forking
 from piper_runtime.launch.processes import Pool
@@ -29,11 +31,6 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forking, "_server", None)
     yield
     forking._end()
-
-
-def server_pid() -> int:
-    assert forking._server is not None
-    return forking._server._process.pid
 
 
 def noting(folder: Path) -> Callable[[int, range], Any]:
@@ -50,6 +47,8 @@ def noting(folder: Path) -> Callable[[int, range], Any]:
                 "numpy": float(numpy.random.rand()),
                 "session": os.getsid(0) == os.getpid(),
                 "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+                "cores": sorted(os.sched_getaffinity(0)),
+                "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             }
             file.write_text(json.dumps(found))
             os.write(1, b"out of a worker\n")
@@ -65,6 +64,19 @@ def noted_in(folder: Path, threads: int = 1) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in folder.iterdir()]
 
 
+@contextmanager
+def fewer_rights() -> Iterator[tuple[int, int]]:
+    """One core, fewer files, and new files for nobody else: the core and the number."""
+    mask, cores, files = os.umask(0o077), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    core = min(cores)
+    os.sched_setaffinity(0, {core})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+    yield core, files[0] - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    os.sched_setaffinity(0, cores)
+    os.umask(mask)
+
+
 def test_a_worker_finds_the_launchers_surroundings_of_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,8 +87,11 @@ def test_a_worker_finds_the_launchers_surroundings_of_now(
     monkeypatch.setenv("PIPER_TEST_MINE", "yes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("/nowhere/at/all")
-    found = noted_in(second)
+    with fewer_rights() as (core, files):
+        found = noted_in(second)
     assert server_pid() == server, "no second import of torch"
+    assert [(n["cores"], n["files"]) for n in found] == [([core], files)] * 2
+    assert {file.stat().st_mode & 0o777 for file in second.iterdir()} == {0o600}
     for n in found:
         assert (n["mine"], n["folder"], n["path"][0], n["threads"]) == ("yes", str(tmp_path), "/nowhere/at/all", 1)
         assert n["session"] and n["interrupt"]
@@ -87,10 +102,23 @@ def test_a_worker_finds_the_launchers_surroundings_of_now(
 def test_what_libraries_read_when_they_are_loaded_needs_another_server(tmp_path: Path) -> None:
     (first := tmp_path / "first").mkdir()
     (second := tmp_path / "second").mkdir()
-    assert [n["threads"] for n in noted_in(first)] == [1, 1]
-    server = server_pid()
-    assert [n["threads"] for n in noted_in(second, threads=2)] == [2, 2]
-    assert server_pid() != server and not pids_alive([server])
+    with Pool(1) as held:
+        worker = held.start().workers[0].process
+        assert [n["threads"] for n in noted_in(first)] == [1, 1]
+        server = server_pid()
+        assert [n["threads"] for n in noted_in(second, threads=2)] == [2, 2]
+        assert server_pid() != server and pids_alive([server])
+        os.kill(worker.pid, signal.SIGTERM)
+        assert worker.wait(10) == -signal.SIGTERM, "its server says how it ended"
+    assert ended([server])
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether they end within some seconds."""
+    until = time.monotonic() + 20
+    while pids_alive(pids) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not pids_alive(pids)
 
 
 def test_exit_codes_and_signals_reach_the_launcher() -> None:
@@ -115,10 +143,9 @@ def test_a_server_that_was_killed_is_started_again() -> None:
         with Pool(1) as others:
             others.start()
             assert server_pid() != server and pids_alive([worker]), "its workers go on"
-    until = time.monotonic() + 20
-    while pids_alive([worker]) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not pids_alive([worker])
+        os.kill(worker, signal.SIGTERM)
+        assert workers.start().exit_reason(0).startswith("ended; how is not known"), "nobody has reaped it for us"
+    assert ended([worker])
 
 
 def test_a_server_that_cannot_start_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +158,30 @@ def test_a_server_that_cannot_start_is_one_message(monkeypatch: pytest.MonkeyPat
         workers.start()
 
 
+def test_an_interrupt_while_a_worker_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to the request that was interrupted would be taken for that to the next one."""
+    servers: list[int] = []
+
+    def interrupted(*of: Any) -> bytes:
+        servers.append(server_pid())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forking, "_SERVER", "import time; time.sleep(60)  # {channel}")
+    monkeypatch.setattr(forking, "receive_exactly", interrupted)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        Pool(1).start()
+    assert forking._server is None and servers and not pids_alive(servers)
+    assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
 def test_the_server_has_one_thread_when_it_forks() -> None:
     with Pool(2) as workers:
         workers.start()
         assert len(list(Path(f"/proc/{server_pid()}/task").iterdir())) == 1
+    server = server_pid()
+    assert forking._server is not None
+    kept = os.dup(forking._server._channel.fileno())  # as a fork of this process has it
+    forking._end()
+    os.close(kept)
+    assert not pids_alive([server])

@@ -124,9 +124,10 @@ def test_ranks_compute_what_one_device_computes(pool: Pool, case: dict[str, Any]
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("case", [CASES["1f1b"], CASES["masked"]], ids=["1f1b", "masked"])
-def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, case: dict[str, Any]) -> None:
-    plan, job = chain(**case)
+@pytest.mark.parametrize("name", ["1f1b", "masked", "shared states"])
+def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, name: str) -> None:
+    """A gather or scatter that keeps its tensors would show: what it leaves is more than planned."""
+    plan, job = chain(**CASES[name])
     found = run(plan, job, launcher="processes", pool=pool, memory=True)
     for rank, record in found.memory.items():
         role = plan.role_of(rank)

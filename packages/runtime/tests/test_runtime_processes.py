@@ -22,6 +22,7 @@ from packages.runtime.tests.instants import KINDS, named_and_ended
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.report import Interrupted, StepRecord
+from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
 from piper_runtime.rank.code import ShippedCode, missing_operators
 from piper_runtime.rank.shipping import RECIPE_MARK, pack
 
@@ -202,25 +203,34 @@ import os, signal, sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
 from piper_runtime.rank.code import ShippedCode, missing_operators
+from piper_runtime import Checkpoints
 from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
 plan, job = chain(pp=1)
 pool = Pool(1)
 run(plan, job, launcher="processes", pool=pool)
-print(*pool.pids, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+def kill(record):
+    if record.step == 9:
+        copies = list(IN_MEMORY.glob(PREFIX + str(os.getpid()) + "-*/0/*.bytes"))
+        print(os.getpid(), len(copies), *pool.pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+saved = Checkpoints(sys.argv[1], every=10**6, snapshot=1)
+run(plan, job, launcher="processes", pool=pool, steps=10**6, checkpoint=saved, restarts=1, on_step=kill, gradients=False)
 """
 
 
 def test_workers_end_and_clear_up_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ORPHAN.format(path=sys.path)]
+    """They have copied their state to memory, which would stay."""
+    command = [sys.executable, "-c", ORPHAN.format(path=sys.path), str(tmp_path / "saved")]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, env=environment)
-    pids = [int(p) for p in done.stdout.split()]
-    assert done.returncode == -signal.SIGKILL and len(pids) == 1
+    launcher, copies, *pids = [int(p) for p in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 1 and copies == 2
     deadline = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, pids)) and not list(tmp_path.glob("piper-*"))
+    assert not list(IN_MEMORY.glob(f"{PREFIX}{launcher}-*"))
 
 
 OPERATOR = """

@@ -1,5 +1,8 @@
 """Contention from a plan and a cluster to times, on plans of a few instructions where every number can be told by hand."""
 
+import cProfile
+import pstats
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -252,6 +255,26 @@ def test_the_period_where_a_stream_runs_far_ahead() -> None:
     build.transfer(0, 1, nbytes=1)
     build.compute(0, 10.0)
     assert simulate(captured(build), TOY).period_s == pytest.approx(10.0)
+
+
+def test_no_more_steps_run_than_show_that_they_repeat() -> None:
+    """Three of at most six; the first may differ."""
+    build = PlanBuilder(2)
+    for _ in range(40):
+        build.compute(0, 1.0)
+        build.transfer(0, 1, waits=(("compute", 1),), nbytes=8)
+    plan = captured(build)
+    prepared, durations = prepare(plan), [1.0] * sum(len(role.program) for role in plan.roles)
+    work = [Work(1.0, "formula", bytes=8) for _ in durations]
+    found = message_flows(plan, prepared, work, wiring(TOY))
+
+    def calls(run: Callable[[], object]) -> int:
+        profile = cProfile.Profile()
+        profile.runcall(run)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # typeshed leaves it out
+
+    step = calls(lambda: engine.run_engine(prepared, durations, flows=found))
+    assert 2.5 * step < calls(lambda: engine.period(prepared, durations, found, latency=0.0, issue=0.0)) < 4.2 * step
 
 
 @given(seed=st.integers(0, 1 << 30))

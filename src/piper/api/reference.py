@@ -325,11 +325,12 @@ def differences(
     `parameters=False` leaves out values after the last step, as float32 needs it.
     """
     result = _losses(found.losses, expected.losses, tolerance)
+    norms = [_norms(want) for want in expected.gradients]
     for rank, steps in found.gradients.items():
         if len(steps) != len(expected.gradients):
             result.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
         for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
-            result += _tensors(step, "gradient", rank, got, want, tolerance)
+            result += _tensors(step, "gradient", rank, got, want, norms[step], tolerance)
     for step, want in enumerate(expected.gradients):
         seen = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
         result += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in seen]
@@ -352,24 +353,32 @@ def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> li
 def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Difference]:
     last = len(expected.losses)
     result: list[Difference] = []
+    kinds = [(what, want, _norms(want)) for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers))]
     for rank, states in found.states.items():
-        for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers)):
-            result += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
+        for what, want, norms in kinds:
+            result += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, norms, tolerance)
         # What is trained must be somewhere; its holders are compared one by one above.
     held_names = {n for states in found.states.values() for n in states}
     result += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held_names)]
     if found.state_dict.keys() != expected.state_dict.keys():
         wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
         result.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
-    return result + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
+    want = expected.state_dict
+    return result + _tensors(last, "state_dict", -1, found.state_dict, want, _norms(want), tolerance)
 
 
-def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
-    """Return the differences between tensors of the same names in `got` and `want`.
+def _norms(tensors: Tensors) -> dict[str, float]:
+    return {name: _norm(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(
+    step: int, what: str, rank: int, got: Tensors, want: Tensors, norms: Mapping[str, float], tolerance: float
+) -> list[Difference]:
+    """Return the differences between tensors of the same names in `got` and `want`, whose norms are given.
 
     An error counts relative to the tensor's norm and to the median norm of all of `want`.
     """
-    typical = median([_norm(t) for t in want.values()] or [0.0])
+    typical = median(norms.values() or [0.0])
     result = []
     for name, a in got.items():
         if name not in want:
@@ -382,10 +391,10 @@ def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, toler
                 Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
             )
             continue
-        error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (_norm(b) + FLOOR * typical)
+        error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (norms[name] + FLOOR * typical)
         if not error <= allowed:
             result.append(
-                Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}")
+                Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {norms[name]:.3g}, allowed {allowed:.1g}")
             )
     return result
 

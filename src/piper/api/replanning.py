@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from piper.api.compiling import Compiled, compile
 from piper.api.other_meshes import on_devices
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
-from piper_ir.errors import JobError, PiperError
+from piper_ir.errors import JobError, MissingPackageError, PiperError
 from piper_ir.memory import on_device
 from piper_ir.plan import Plan
 
@@ -52,6 +53,8 @@ class Replanner:
         self.compiled, self._job, self._fallbacks, self._costs = compiled, job, fallbacks, costs
         self.strategy: Strategy | None = None
         self._first = compiled.strategy
+        if callable(fallbacks):
+            _check_tuner()
         if fallbacks is None and self._first is None:
             raise JobError('on_loss="replan": nothing says which strategy this was compiled from; give strategy=[...]')
 
@@ -129,6 +132,17 @@ def exported(compiled: Compiled) -> ExportedCode:
     assert compiled.code is not None
     codes = [c.code for c in (*compiled.plan.chunks, *compiled.plan.variants)]
     return compiled.code.export(codes, compiled.plan.rows)
+
+
+def _check_tuner() -> None:
+    """Raise MissingPackageError where strategies cannot be searched: when the devices are lost it would be too late."""
+    try:
+        import_module("piper_autotune")
+    except ImportError as e:
+        raise MissingPackageError(
+            f'on_loss="replan" searches the function of a trial with the tuner, which cannot be imported ({e}); install it with '
+            "`pip install piper-autotune`, or give a list of strategies"
+        ) from e
 
 
 def _counted(devices: int) -> str:

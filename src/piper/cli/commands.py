@@ -64,6 +64,7 @@ from piper.cli.options import (
     RowsOption,
     SearchersOption,
     SeedOption,
+    SnapshotOption,
     SpaceFileArgument,
     SparesOption,
     StepsOption,
@@ -167,6 +168,7 @@ def run(
     ranges: RangesOption = False,
     checkpoint: CheckpointOption = None,
     every: EveryOption = None,
+    snapshot: SnapshotOption = None,
     resume: ResumeOption = False,
     restarts: RestartsOption = 0,
     on_loss: OnLossOption = "restart",
@@ -183,7 +185,7 @@ def run(
 
         (running.launch if print_launch else running.run)(running.RunArguments(
             file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
-            checkpoint, every, resume, loader, restarts, on_loss, spares,
+            checkpoint, every, resume, loader, restarts, on_loss, spares, snapshot,
         ))  # fmt: skip
 
 
@@ -201,6 +203,7 @@ def launch(
     ranges: RangesOption = False,
     checkpoint: CheckpointOption = None,
     every: EveryOption = None,
+    snapshot: SnapshotOption = None,
     resume: ResumeOption = False,
     restarts: RestartsOption = 0,
     on_loss: OnLossOption = "restart",
@@ -218,7 +221,7 @@ def launch(
         running.launch(running.RunArguments(
             file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
             as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader, restarts=restarts, on_loss=on_loss,
-            spares=spares,
+            spares=spares, snapshot=snapshot,
         ))  # fmt: skip
 
 

@@ -18,6 +18,14 @@ from piper_ir.errors import JobError, PiperError, PiperWarning
 RUNS, TIMEOUT_S, LOG, LOADER = Path("runs"), 60.0, "jsonl", "thread"
 """The defaults of `piper run`: its folder for results, seconds without progress, logs, and loader."""
 
+
+def named_folder(text: str) -> Path:
+    """Return a folder that was named; an empty name, of a variable that was not set, would be the present folder."""
+    if not text:
+        raise typer.BadParameter("a folder is needed; the present one is .")
+    return Path(text)
+
+
 SpaceFileArgument = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
 ]
@@ -152,9 +160,14 @@ LoaderOption = Annotated[
 ]
 RangesOption = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
 CheckpointOption = Annotated[
-    Path | None, typer.Option("--checkpoint", metavar="DIR", help="save the state there while training, for --resume")
+    Path | None,
+    typer.Option("--checkpoint", metavar="DIR", parser=named_folder, help="save the state there while training, for --resume"),
 ]
 EveryOption = Annotated[int | None, typer.Option("--every", min=1, help="steps from one --checkpoint to the next (default 100)")]
+SnapshotOption = Annotated[
+    int | None,
+    typer.Option("--snapshot", min=1, help="with --restarts: copy the state to memory after every so many steps, to go on from"),
+]
 ResumeOption = Annotated[
     bool,
     typer.Option(

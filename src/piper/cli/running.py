@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
@@ -45,12 +45,15 @@ class RunArguments:
     restarts: int = 0
     on_loss: str = "restart"
     spares: int = 0
+    snapshot: int | None = None
 
     def checkpoints(self) -> Checkpoints | None:
         """Return where and how often the run is saved; raise JobError for options that need a folder."""
         if self.checkpoint is not None:
-            return Checkpoints(self.checkpoint) if self.every is None else Checkpoints(self.checkpoint, self.every)
-        if given := [flag for flag, value in (("--every", self.every), ("--resume", self.resume)) if value]:
+            saved = Checkpoints(self.checkpoint, snapshot=self.snapshot)
+            return saved if self.every is None else replace(saved, every=self.every)
+        needing = (("--every", self.every), ("--snapshot", self.snapshot), ("--resume", self.resume))
+        if given := [flag for flag, value in needing if value]:
             raise JobError(f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR")
         return None
 
@@ -72,9 +75,12 @@ def launch(arguments: RunArguments) -> None:
         "--ranges": a.ranges,
         "--checkpoint": a.checkpoint,
         "--every": a.every,
+        "--snapshot": a.snapshot,
         "--resume": a.resume,
         "--loader": a.loader if a.loader != LOADER else None,
         "--restarts": a.restarts or None,
+    }
+    of_ray: dict[str, object] = {
         "--on-loss": a.on_loss if a.on_loss != "restart" else None,
         "--spares": a.spares or None,
     }
@@ -86,13 +92,19 @@ def launch(arguments: RunArguments) -> None:
             f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray of its own: leave out "
             f"{' and '.join(wrong)}"
         )
-    given = [word for p in a.params for word in ("-p", p)]
-    for flag, value in options.items():
-        if value is not None and value is not False:
-            given += [flag] if value is True else [flag, str(value)]
-    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts)
+    given = [*(word for p in a.params for word in ("-p", p)), *_words(options)]
+    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts, of_ray=_words(of_ray))
     lines = {name: section.lines for name, section in sections.items()}
     print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
+
+
+def _words(options: Mapping[str, object]) -> list[str]:
+    """Return the words of the options that were given."""
+    words: list[str] = []
+    for flag, value in options.items():
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
 
 
 def run(arguments: RunArguments) -> None:
@@ -111,9 +123,10 @@ def run(arguments: RunArguments) -> None:
 def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
-    saved = a.checkpoint is not None or a.every is not None or a.resume
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or a.restarts:
-        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts and --loader"
+    saved = a.checkpoint is not None or a.every is not None or a.snapshot is not None or a.resume
+    recovers = a.restarts or a.on_loss != "restart" or a.spares
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or recovers:
+        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts, --on-loss, --spares and --loader"
         raise JobError(f"--emulate trains nothing: leave out {left}")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():

@@ -43,7 +43,8 @@ def synthetic(
         overlap: seconds of an overlapped forward-and-backward pair.
         activation: bytes that a chunk keeps for one microbatch from the start of F to the end of B.
         kept_after_I: bytes of these (default: all) that live on from I to W once backward is split.
-        params: bytes of parameters.
+        params: bytes of parameters. W adds to their gradients; no step reads them, so that nothing is gathered where
+            ranks share them.
         hop: seconds of latency between devices; it occupies no stream.
     """
     if stages < 1:

@@ -164,6 +164,7 @@ class Editor:
         self.replication = dict(graph.replication)
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
+        self._entered: dict[tuple[str, Coord], dict[str, None]] = {}  # the entries of the index that changed
         self._made = graph.sequence[-1].made + 1 if graph.families else 0
 
     @property
@@ -228,8 +229,10 @@ class Editor:
         coords = node.coords
         keys = coords.items() if coords.get("op") == "compute" else [("op", coords["op"])] if "op" in coords else []
         for key in keys:
-            if node.id not in (known := self._index.get(key, ())):
-                self._index[key] = (*known, node.id)
+            ids = self._entered.get(key)
+            if ids is None:
+                ids = self._entered[key] = dict.fromkeys(self._index.get(key, ()))
+            ids[node.id] = None
 
     def value(self, id: str, spec: TensorSpec, category: Category) -> str:
         """Declare a value; return its id."""
@@ -291,6 +294,8 @@ class Editor:
             del self.families[node.id]
             self._writers, self._users = _less(self._writers, node.id), _less(self._users, node.id)
             self._index = _less(self._index, node.id)
+            for ids in self._entered.values():
+                ids.pop(node.id, None)
 
     def reread(self, node: Node | str, old: str, new: str) -> None:
         """Let a node read the value `new` in place of `old`."""
@@ -363,7 +368,7 @@ class Editor:
             replication=self.replication,
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
-            index={key: ids for key, ids in self._index.items() if ids},
+            index={key: ids for key, ids in (self._index | {k: tuple(ids) for k, ids in self._entered.items()}).items() if ids},
         )
 
 

@@ -343,14 +343,18 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
         """Return whether this map belongs to a program."""
         return any(program is mine for mine in self._programs)
 
-    @cached_property
-    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
+    def as_dict(self) -> dict[str, tuple[TensorSpec, Category]]:
+        """Return the map as a new dict, which is large."""
         out: dict[str, tuple[TensorSpec, Category]] = {}
         with no_garbage_collection():
             for program in self._programs:
                 names, kinds, count = program.values.names, program.values.kinds, program.values.count
                 out.update({names[v]: kinds[v // count] for v in program.written()})
         return out
+
+    @cached_property
+    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
+        return self.as_dict()
 
     def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
         values = self._programs[0].values  # which all programs share

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 from piper_ir.bucket_dtypes import BucketDtypes
 from piper_ir.codec import dumps
-from piper_ir.layout import whole_shape
+from piper_ir.layout import Layout, whole_shape
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
@@ -353,6 +353,16 @@ class Plan:
             replace(p, spec=TensorSpec(whole_shape(p.spec.shape, p.layout, degrees), p.spec.dtype)) if p.layout else p
             for p in self.params
         )
+
+    @cached_property
+    def whole_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes that parameters have over all devices."""
+        return {p.name: tuple(bind(d, 0) for d in p.spec.shape) for p in self.whole_params}
+
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Return how the parameters are taken apart."""
+        return {p.name: p.layout for p in self.params}
 
     @property
     def global_batch(self) -> int:

@@ -312,7 +312,7 @@ def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tup
     streams, stream_of, groups, group_of = prepared.streams, prepared.stream_of, prepared.groups, prepared.group_of
     n = len(stream_of)
     ended = [0] * len(streams)  # per stream: how many of its nodes are done
-    waiting: list[list[int]] = [[] for _ in range(n)]  # per node: the streams that wait for it
+    waiting: dict[int, list[int]] = {}  # by node: the streams that wait for it
     arrived = [0] * len(groups)
     done = bytearray(n)
     order: list[SweepStep] = []
@@ -326,14 +326,14 @@ def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tup
             node_waits = waits[node]
             for w in node_waits:
                 if not done[w]:
-                    waiting[w].append(stream)
+                    waiting.setdefault(w, []).append(stream)
                     break
             else:
                 group = group_of[node]
                 if group < 0:
                     order.append((node, before, node_waits, None))
                     done[node] = 1
-                    if waiting[node]:
+                    if node in waiting:
                         ready += waiting[node]
                     before = node
                     position += 1
@@ -349,7 +349,7 @@ def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tup
                         ended[member_stream] = i + 1
                         whole.append((m, streams[member_stream][i - 1] if i else n + member_stream, waits[m]))
                         done[m] = 1
-                        ready += waiting[m]
+                        ready += waiting.get(m, ())
                         if member_stream != stream:
                             ready.append(member_stream)
                     order.append((*whole[0], (tuple(whole), prepared.p2p[group])))

@@ -119,6 +119,7 @@ class SavedRestart:
         resumed: the step with which the run went on.
         ranks: how many ranks went on.
         seconds: until the end of the next step.
+        source: from which state it went on.
     """
 
     step: int
@@ -128,6 +129,7 @@ class SavedRestart:
     resumed: int
     ranks: int
     seconds: float | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -221,8 +221,8 @@ def restart_sheet(results: Results) -> Sheet | None:
     found = results.measured.restarts if results.measured is not None else ()
     columns = [Column("step", "in step"), Column("resumed", "went on with step"), Column("ranks", "ranks"),
                Column("lost", "ranks that died"), Column("seconds", "to the next finished step", time_text),
-               Column("message", "failure")]  # fmt: skip
-    rows = [(r.step, r.resumed, r.ranks, ", ".join(map(str, r.lost)) or None, r.seconds, r.message) for r in found]
+               Column("source", "from"), Column("message", "failure")]  # fmt: skip
+    rows = [(r.step, r.resumed, r.ranks, ", ".join(map(str, r.lost)) or None, r.seconds, r.source, r.message) for r in found]
     return sheet("restarts", "Restarts", columns, rows) if rows else None
 
 

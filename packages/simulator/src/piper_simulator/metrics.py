@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -12,6 +13,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
+from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import Work
 
 
@@ -165,3 +167,36 @@ def main_dtype(plan: Plan) -> str:
             if kernel.kind == "matmul":
                 weight[kernel.dtype] = weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
     return max(weight, key=lambda d: weight[d], default="float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Hold the rates of steady state; `notes` are warnings."""
+
+    tokens_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    notes: tuple[str, ...]
+
+
+def rates_of(
+    plan: Plan, target: Cluster | None, period_s: float, tokens_per_row: int | None, model_flops_per_step: float | None
+) -> Rates:
+    """Return the rates of a plan with a period, without those for which a number is missing."""
+    per_second = 1 / period_s if period_s > 0 else None
+    tokens_per_s = _rate(plan.global_batch * (tokens_per_row or 0), per_second)
+    if target is None:
+        return Rates(tokens_per_s, None, None, ())
+    if model_flops_per_step is None and tokens_per_row is not None:
+        model_flops_per_step = model_flops(plan, tokens_per_row)
+    dtype = main_dtype(plan)
+    top = target.peak_of(plan.mesh.world, dtype)
+    mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
+    unknown = [k for k, kind in enumerate(target.kinds) if dtype not in kind.device.peak_flops]
+    guesses = [target.kinds[k].device.guess(dtype, target.name_of(k)) for k in unknown]
+    return Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
+
+
+def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
+    """Return an amount per second over the top; None when a value is unknown or zero."""
+    return None if not amount or per_second is None else amount * per_second / top

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,13 @@ from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import model_for
-from piper_simulator.durations.cost_model import CostModelFactory, Work
+from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.snapshot import Snapshot, snapshot
-from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, without_formula
-from piper_simulator.throughput import rates_of
+from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, rates_of, without_formula
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
@@ -209,22 +209,22 @@ def _simulate(
     parts = split(plan, target, shared=contention and contention_applies(plan, target))
     costing = model_for(parts.plan, target, costs, model)
     prepared = prepare(parts.plan)
-    work = [costing.work(role, instr) for role, _, instr in parts.plan.instructions()]
+    work = [found for role in parts.plan.roles for found in work_of(costing, role)]
     flows = shared_flows(parts.plan, target, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
     step_s = timed.first.makespan
     gaps = idle_times(parts.plan, prepared, timed.first, timed.durations, plan.hop)
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     counted = plan if target is None else replace(plan, device=device_type(target))
-    usages = [list(scan(counted, role)) for role in plan.roles]
-    peaks = [max(u, key=lambda x: x.total) if u else peak(counted, role) for u, role in zip(usages, plan.roles)]
+    fullest = [max(scan(counted, role), key=lambda usage: usage.total, default=None) for role in plan.roles]
+    peaks = [usage or peak(counted, role) for usage, role in zip(fullest, plan.roles)]
     held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = rates_of(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if target is not None else {}
     notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
-    run = _Run(held, counted, timed.last, work, usages, memory, steps - 1, _of_trace(target, notes))
+    run = _Run(held, counted, timed.last, work, memory, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,
         period_s=timed.period_s,
@@ -288,7 +288,6 @@ class _Run:
         counted: the plan whose memory is that of the cluster's devices.
         times: of the plan of `held.parts`.
         work: of the plan of `held.parts`.
-        usages: of the roles of `held.plan`.
         memory: of the roles of `held.parts`.
     """
 
@@ -296,10 +295,14 @@ class _Run:
     counted: Plan
     times: Times
     work: Sequence[Work]
-    usages: Sequence[Sequence[Usage]]
     memory: Sequence[DeviceMemory]
     step: int
     notes: Mapping[str, str]
+
+    @cached_property
+    def usages(self) -> list[list[Usage]]:
+        """Return the memory of the roles of `held.plan` through a step, which is large, on first use."""
+        return [list(scan(self.counted, role)) for role in self.counted.roles]
 
     def trace(self, by_role: bool = False) -> Trace:
         """Return the trace: spans and memory by rank, in program order; `by_role`: of the first of equal ranks.
@@ -348,7 +351,9 @@ class _Run:
                 continue
             role, most = self.counted.roles[r], peaks[r]
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
-            at = next(u.instr for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
+            at = next(
+                u.instr for u in chain([start], scan(self.counted, role), [most]) if devices.memory(k, u.total).total > limit
+            )
             yield OomVerdict(
                 ranks=part.ranks,
                 role=part.role,

@@ -40,8 +40,19 @@ def _split(captured: Captured, asked: Sharding) -> Sharding:
 
 @dataclass(frozen=True)
 class _Body:
+    """Hold a chunk as a device has it; without `layouts` every device computes all of it."""
+
     chunk: Chunk
-    layouts: Sharded
+    layouts: Sharded | None
+
+    def layout_of(self, number: int) -> Layout:
+        return () if self.layouts is None else self.layouts.layout_of(number)
+
+    def summed(self, number: int) -> tuple[str, ...] | None:
+        """Return along which axes the gradient of an input is a sum; None where it has none."""
+        if self.layouts is None:
+            return () if self.chunk.inputs[number].needs_grad else None
+        return self.layouts.summed(number) if number in self.layouts.grads else None
 
 
 class _Shared:
@@ -68,10 +79,7 @@ class _Shared:
 
     def _body(self, chunk: Chunk) -> _Body:
         if chunk.opaque:
-            raise DirectiveError(
-                f"chunk {chunk.id!r} has an opaque region, which autograd runs as it is: devices cannot share its work; "
-                "leave the region out (piper.tag without opaque=True), or train without shard"
-            )
+            return self._opaque(chunk)
         store = self._captured.code
         code = store.shared(chunk.code, self._asked)
         problem: CaptureError | None = None
@@ -88,6 +96,15 @@ class _Shared:
         assert problem is not None
         raise problem
 
+    def _opaque(self, chunk: Chunk) -> _Body:
+        """Return a chunk that autograd runs as it is: each device computes all of it."""
+        if any(s.stream for s in self._asked):
+            raise DirectiveError(
+                f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and stream shares them; "
+                'leave the region out (piper.tag without opaque=True), or use stream=""'
+            )
+        return _Body(chunk, None)
+
     def _params(self, params: Sequence[Param]) -> tuple[Param, ...]:
         """Return the parameters as a device has them; raise DirectiveError where two chunks want them otherwise."""
         program = self._captured.program
@@ -98,16 +115,16 @@ class _Shared:
             for k, given in enumerate(chunk.inputs):
                 if given.kind != "param":
                     continue
-                layout = body.layouts.layout_of(k)
+                layout = body.layout_of(k)
                 known, where = layouts.setdefault(given.ref, (layout, chunk.id))
                 if known != layout:
                     raise DirectiveError(
                         f"parameter {given.ref!r} would lie as {known} in {where} and as {layout} in {chunk.id}; "
                         "name the indexes to share (index=...) so that both agree"
                     )
-                if k not in body.layouts.grads:
+                along = body.summed(k)
+                if along is None:
                     continue
-                along = body.layouts.summed(k)
                 before, where = summed.setdefault(given.ref, (along, chunk.id))
                 if before != along:
                     raise DirectiveError(

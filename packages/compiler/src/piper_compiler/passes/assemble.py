@@ -46,7 +46,8 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
 
 def role_plan(graph: Graph, role: str, program: InstrTable, held: tuple[State, ...]) -> RolePlan:
     """Return one role of a plan."""
-    streams = tuple(dict.fromkeys([COMPUTE, *program.streams]))
+    idle = [c.stream_on(role) for c in graph.channels.values() if role in c.roles]  # of buckets that nothing gathers
+    streams = tuple(dict.fromkeys([COMPUTE, *program.streams, *idle]))
     placed = graph.roles[role]
     first = tuple(map(program.values.name, program.first))
     return RolePlan(role, placed, graph.mesh.ranks(placed), program, streams, held, first)

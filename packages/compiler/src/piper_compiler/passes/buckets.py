@@ -87,7 +87,12 @@ def make_buckets(edit: Editor, training: Training) -> None:
 
 
 def _check_whole(edit: Editor, optimizer: str) -> None:
-    """Raise CompileError where ranks share the states of an optimizer that needs whole parameters."""
+    """Raise CompileError where ranks share the states of an optimizer that needs whole parameters, or have parts of these."""
+    if parted := next((p.name for p in edit.graph.program.params if p.layout), None):
+        raise CompileError(
+            f"each device would have a part of parameter {parted!r} (by shard), and {optimizer} works on whole parameters here; "
+            "use SGD, Adam or AdamW, or leave shard out"
+        )
     sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
     if sharing is not None:
         raise CompileError(

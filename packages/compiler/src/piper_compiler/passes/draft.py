@@ -32,6 +32,43 @@ class WaitEdges:
 
 
 @dataclass(frozen=True)
+class IssueStreams:
+    """Find what instructions wait for, and keep no more of a draft than that needs: finished plans hold this.
+
+    Attributes:
+        stream_of: by instruction, the index of its stream.
+        alphabet: by stream, the position of its name in alphabetical order.
+    """
+
+    stream_of: Ints
+    alphabet: Ints
+
+    def needed(self, waits: WaitEdges) -> WaitEdges:
+        """Return what each instruction must wait for, by instruction and ordered by stream name.
+
+        It is the last instruction of each other stream, unless an earlier instruction of the waiter's own stream has
+        waited for that already.
+        """
+        stream, waiter, target = self.stream_of, waits.waiter, waits.target
+        pair = stream[waiter] * len(self.alphabet) + stream[target]
+        order = np.lexsort((-target, waiter, pair))
+        waiter, target, pair = waiter[order], target[order], pair[order]
+        reached = np.maximum.accumulate(pair * len(stream) + target)  # a later pair has reached nothing yet
+        fresh = np.ones(len(pair), np.bool_)
+        fresh[1:] = reached[1:] > reached[:-1]
+        waiter, target = waiter[fresh], target[fresh]
+        order = np.lexsort((self.alphabet[stream[target]], waiter))
+        return WaitEdges(waiter[order], target[order])
+
+    def waits_of(self, needed: WaitEdges) -> tuple[tuple[int, ...], ...]:
+        """Return for each instruction those that it waits for."""
+        out: list[tuple[int, ...]] = [()] * len(self.stream_of)
+        for i, one in zip(needed.waiter.tolist(), zip(needed.target.tolist()), strict=True):
+            out[i] = out[i] + one if out[i] else one
+        return tuple(out)
+
+
+@dataclass(frozen=True)
 class Draft:
     """Hold instructions that are numbered role by role in program order, as in `Prepared`.
 
@@ -104,29 +141,10 @@ class Draft:
         out[self.compute] = False
         return out
 
-    def needed(self, waits: WaitEdges) -> WaitEdges:
-        """Return what each instruction must wait for, by instruction and ordered by stream name.
-
-        It is the last instruction of each other stream, unless an earlier instruction of the waiter's own stream has
-        waited for that already.
-        """
-        stream, waiter, target = self.stream_of, waits.waiter, waits.target
-        pair = stream[waiter] * len(self.bare.streams) + stream[target]
-        order = np.lexsort((-target, waiter, pair))
-        waiter, target, pair = waiter[order], target[order], pair[order]
-        reached = np.maximum.accumulate(pair * len(stream) + target)  # a later pair has reached nothing yet
-        fresh = np.ones(len(pair), np.bool_)
-        fresh[1:] = reached[1:] > reached[:-1]
-        waiter, target = waiter[fresh], target[fresh]
-        order = np.lexsort((self._alphabet[stream[target]], waiter))
-        return WaitEdges(waiter[order], target[order])
-
-    def waits_of(self, needed: WaitEdges) -> tuple[tuple[int, ...], ...]:
-        """Return for each instruction those that it waits for."""
-        out: list[tuple[int, ...]] = [()] * len(self.stream_of)
-        for i, one in zip(needed.waiter.tolist(), zip(needed.target.tolist()), strict=True):
-            out[i] = out[i] + one if out[i] else one
-        return tuple(out)
+    @cached_property
+    def issue(self) -> IssueStreams:
+        """Return the streams by themselves, to which waits refer."""
+        return IssueStreams(self.stream_of, self._alphabet)
 
     @cached_property
     def _alphabet(self) -> Ints:

@@ -134,6 +134,7 @@ class _Adder:
         self.held: dict[int, list[tuple[Category, str, str]]] = {}
         self.replaced: dict[int, Node] = {}
         self.moved: set[int] = set()
+        self.folds = {(n.op.bucket, n.role): k for k, n in enumerate(deps.nodes) if isinstance(n.op, Fold)}
 
     def value(self, id: str, numel: int, bucket: Bucket, category: Category) -> str:
         """Declare a value that holds a flat tensor of a bucket."""
@@ -198,6 +199,7 @@ class _Role:
         self.policy = self._policies()
         self.starts: list[float] | None = None
         self.ending = _ending(self.ops)
+        self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
 
     def _policies(self) -> dict[str, Replication]:
         """Return what the strategy says of each bucket."""
@@ -247,26 +249,27 @@ class _Role:
 
         Windows of one microbatch are told apart by their first user, which the id names; others by its microbatch too.
         """
-        deps, numbers = self.adder.deps, [self.order[at[use]] for use in window.uses]
-        mbs = {deps.mb[i] for i in numbers}
-        first = deps.node(numbers[0])
-        if len(mbs) == 1 and not whole:
-            return f"{what}.{window.bucket}#{self.role}.{first.id}", mbs.pop()
-        return f"{what}.{window.bucket}#{self.role}.{first.name(deps.mb[numbers[0]])}", -1
+        deps, order = self.adder.deps, self.order
+        number = order[at[window.uses[0]]]
+        mb = deps.mb[number]
+        if whole or any(deps.mb[order[at[use]]] != mb for use in window.uses):
+            return f"{what}.{window.bucket}#{self.role}.{deps.name(number)}", -1
+        key = what, window.bucket, deps.of[number]
+        id = self.ids.get(key)
+        if id is None:
+            id = self.ids[key] = f"{what}.{window.bucket}#{self.role}.{deps.node(number).id}"
+        return id, mb
 
     def _coords(self, op: str, bucket: str, user: int) -> dict[str, Coord]:
         return {"phase": self.adder.deps.node(user).coords["phase"], "op": op, "bucket": bucket}
 
     def _gather(self, window: CacheWindow, at: list[int]) -> None:
-        bucket, r = self._bucket(window)
         adder, first = self.adder, self.order[at[window.uses[0]]]
         id, mb = self._named("gather", window, at)
-        value = adder.value(f"{id}:whole", bucket.numel, bucket, "gathered")
-        stream = adder.graph.channels[bucket.gather[r]].streams[0]
-        op = Collective("all_gather", bucket.gather[r], bucket.id)
-        node = Node(id, op, self._coords("allgather", bucket.id, first), (), (value,), self.role, stream)
+        known = adder.new.get(id)
+        node = self._gather_node(id, window, first) if known is None else known.node
         number = adder.add(node, mb)
-        ahead = max(window.earliest, window.uses[0] - self.policy[bucket.id].prefetch)
+        ahead = max(window.earliest, window.uses[0] - self.policy[window.bucket].prefetch)
         behind = at[ahead] - 1
         if behind < 0:
             adder.front.append(number)
@@ -274,35 +277,53 @@ class _Role:
             adder.after.setdefault(self.order[behind], []).append(number)
             adder.edges.append((self.order[behind], number))
         adder.edges.append((number, first))
-        self._hold("gathered", window, at, value)
+        self._hold("gathered", window, at, node.writes[0])
+
+    def _gather_node(self, id: str, window: CacheWindow, first: int) -> Node:
+        bucket, r = self._bucket(window)
+        value = self.adder.value(f"{id}:whole", bucket.numel, bucket, "gathered")
+        stream = self.adder.graph.channels[bucket.gather[r]].streams[0]
+        op = Collective("all_gather", bucket.gather[r], bucket.id)
+        return Node(id, op, self._coords("allgather", bucket.id, first), (), (value,), self.role, stream)
 
     def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
         for use in window.uses:
             self.adder.held.setdefault(self.order[at[use]], []).append((category, window.bucket, value))
 
     def _scatter(self, window: CacheWindow, at: list[int], place: int, *, final: bool) -> None:
-        bucket, r = self._bucket(window)
         adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]
         id, mb = self._named("fresh", window, at, whole=final)
-        buffer = adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
-        fresh = Node(id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role)
+        known = adder.new.get(id)
+        fresh = self._fresh_node(id, window, first) if known is None else known.node
+        (buffer,) = fresh.writes
         adder.before.setdefault(first, []).append(adder.add(fresh, mb))
         self._hold("reduced", window, at, buffer)
         id, mb = self._named("scatter", window, at, whole=final)
-        part = adder.value(f"{id}:part", bucket.numel // adder.graph.mesh.degree(bucket.shard.grads), bucket, "reduced")
-        stream = adder.graph.channels[bucket.scatter[r]].streams[0]
-        op = Collective("reduce_scatter", bucket.scatter[r])
-        node = Node(id, op, self._coords("reducescatter", bucket.id, first), (buffer,), (part,), self.role, stream)
+        known = adder.new.get(id)
+        node = self._scatter_node(id, window, first, buffer) if known is None else known.node
         scatter = adder.add(node, mb)
         adder.after.setdefault(self.order[last], []).append(scatter)
         adder.edges.append((self.order[last], scatter))
-        self._fold(window, at, scatter, part, place, final=final)
+        self._fold(window, at, scatter, node.writes[0], place, final=final)
+
+    def _fresh_node(self, id: str, window: CacheWindow, first: int) -> Node:
+        bucket, _ = self._bucket(window)
+        buffer = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
+        return Node(id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role)
+
+    def _scatter_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
+        bucket, r = self._bucket(window)
+        graph = self.adder.graph
+        part = self.adder.value(f"{id}:part", bucket.numel // graph.mesh.degree(bucket.shard.grads), bucket, "reduced")
+        stream = graph.channels[bucket.scatter[r]].streams[0]
+        op = Collective("reduce_scatter", bucket.scatter[r])
+        return Node(id, op, self._coords("reducescatter", bucket.id, first), (buffer,), (part,), self.role, stream)
 
     def _fold(self, window: CacheWindow, at: list[int], scatter: int, part: str, place: int, *, final: bool) -> None:
         """Add the fold of a window right before a place; a bucket's last one is there already, behind all compute."""
         adder, bucket = self.adder, window.bucket
         if final:
-            k = next(k for k, n in enumerate(adder.deps.nodes) if n.op == Fold(bucket) and n.role == self.role)
+            k = adder.folds[bucket, self.role]
             adder.replaced[k] = replace(adder.deps.nodes[k], reads=(part,))
             fold = adder.deps.starts[k]
             adder.edges.append((scatter, fold))
@@ -311,8 +332,12 @@ class _Role:
                 adder.before.setdefault(self.order[place], []).append(fold)
             return
         id, mb = self._named("fold", window, at)
-        coords = self._coords("fold", bucket, self.order[at[window.uses[0]]])
-        fold = adder.add(Node(id, Fold(bucket), coords, (part,), (), self.role), mb)
+        known = adder.new.get(id)
+        if known is None:
+            coords = self._coords("fold", bucket, self.order[at[window.uses[0]]])
+            fold = adder.add(Node(id, Fold(bucket), coords, (part,), (), self.role), mb)
+        else:
+            fold = adder.add(known.node, mb)
         adder.before.setdefault(self.order[place], []).append(fold)
         adder.edges.append((scatter, fold))
 

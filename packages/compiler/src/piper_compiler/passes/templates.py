@@ -111,8 +111,8 @@ class Drafted:
         self.first_part = run_starts(many)
         self.instr_of_part = np.repeat(np.arange(len(many)), many)
         self.uses = self._uses()
-        needed = draft.needed(draft.waits)
-        prepared = draft.prepared(needed, draft.waits_of(needed), *draft.scheduled)
+        needed = draft.issue.needed(draft.waits)
+        prepared = draft.prepared(needed, draft.issue.waits_of(needed), *draft.scheduled)
         self.times = sweep(prepared, [t.seconds for t in self.used], latency=self.graph.program.hop)
 
     @property
@@ -134,7 +134,7 @@ class Drafted:
     def _waits(self, freed: Releases) -> LazyWaits:
         """Return the waits of the plan, found once."""
         if self._needed is None:
-            self._needed = LazyWaits(self.draft, self.draft.waits + freed.waits)
+            self._needed = LazyWaits(self.draft.issue, self.draft.waits + freed.waits)
         return self._needed
 
     def _used(self, leads: list[int]) -> list[_Template]:

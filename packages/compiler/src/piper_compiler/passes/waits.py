@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import overload
 
-from piper_compiler.passes.draft import Draft, WaitEdges
+from piper_compiler.passes.draft import IssueStreams, WaitEdges
 
 
 class LazyWaits:
     """Hold the waits of all instructions, found when someone asks."""
 
-    def __init__(self, draft: Draft, waits: WaitEdges) -> None:
-        self._draft, self._waits = draft, waits
+    def __init__(self, streams: IssueStreams, waits: WaitEdges) -> None:
+        self._streams, self._waits = streams, waits
 
     @cached_property
     def needed(self) -> WaitEdges:
         """Return what each instruction must wait for."""
-        return self._draft.needed(self._waits)
+        return self._streams.needed(self._waits)
 
     @cached_property
     def by_instr(self) -> tuple[tuple[int, ...], ...]:
         """Return for each instruction those that it waits for."""
-        return self._draft.waits_of(self.needed)
+        return self._streams.waits_of(self.needed)
 
     def of(self, a: int, b: int) -> RoleWaits:
         """Return the waits of the instructions of a role."""

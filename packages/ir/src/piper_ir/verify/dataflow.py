@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from piper_ir.collectives import law_of
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Bucket, Channel, Part, Plan, RolePlan, is_state
 from piper_ir.program import Chunk
@@ -35,12 +36,20 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meeting:
-    """Hold what the members of one collective have between them, block by block; only a collective can join it."""
+    """Hold what the members of one collective have between them, block by block; only a collective can join it.
 
-    name: str
+    `given` is what its first member gave.
+    """
+
+    given: _Origin
     kind: str
     channel: Channel
     whole: Mapping[str, _Origin]
+
+    @property
+    def name(self) -> str:
+        """Return its name in messages, the same for meetings of the same kind on the same."""
+        return f"{law_of(self.kind).name} of {_origin_name(self.given)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +70,11 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
     flow = _Dataflow(findings)
     for event in order:
         members = events.members[event]
-        role, index = events.at[members[0]]
-        instr = role.program[index]
+        instr = events.instrs[members[0]]
         if instr.comm:
-            flow.communicate([events.at[i] for i in members])
+            flow.communicate({events.at[i][0].role: events.instrs[i].parts[0] for i in members})
         else:
+            role, index = events.at[members[0]]
             for part in instr.parts:
                 flow.compute(role, index, part)
 
@@ -78,16 +87,17 @@ class _Dataflow:
         self._plan = findings.plan
         self._origin: dict[str, _Origin] = {}
         self._asked: dict[tuple[str, str], tuple[list[_Asked], list[Term | None], list[Term]]] = {}
+        self._axes: dict[str, tuple[str, ...]] = {}
         self._tangents = _tangents(self._plan)
         self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
 
-    def communicate(self, members: list[tuple[RolePlan, int]]) -> None:
-        """Follow the values of a meeting on a channel: of a send and its receive, or of a collective's members."""
-        parts = {role.role: role.program[index].parts[0] for role, index in members}
+    def communicate(self, parts: Mapping[str, Part]) -> None:
+        """Follow the values of a meeting on a channel, by role: of a send and its receive, or of a collective."""
         op = next(iter(parts.values())).op
         if isinstance(op, Collective):
             if op.bucket:
-                self._origin.update({v: (("", f"parameters of {op.bucket}"), -1) for p in parts.values() for v in p.writes})
+                atom: Atom = ("", f"parameters of {op.bucket}"), -1
+                self._origin.update([(v, atom) for part in parts.values() for v in part.writes])
             else:
                 for role, origin in self._collected(op, {r: self._origin[p.reads[0]] for r, p in parts.items()}).items():
                     self._origin[parts[role].writes[0]] = origin
@@ -98,7 +108,7 @@ class _Dataflow:
     def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
         """Return what a collective gives to each role, given what each role's member gives."""
         law, channel = op.law, self._plan.channel(op.channel)
-        over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
+        over = self._over(channel)
         total = _Sum(tuple(reads.values()), over)
         first = next(iter(reads.values()))
         if isinstance(first, _Blocks) and _takes_back(op, channel, first.meeting):
@@ -115,8 +125,15 @@ class _Dataflow:
                 whole = reads
             case _:
                 assert_never(law.result)
-        meeting = _Meeting(f"{law.name} of {_origin_name(first)}", op.kind, channel, whole)
+        meeting = _Meeting(first, op.kind, channel, whole)
         return {role: _Blocks(meeting, role) for role in reads}
+
+    def _over(self, channel: Channel) -> tuple[str, ...]:
+        """Return the axes along which the members of a channel really differ."""
+        found = self._axes.get(channel.id)
+        if found is None:
+            found = self._axes[channel.id] = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
+        return found
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
         """Compare what a part reads with what it asks for, and record what it writes."""

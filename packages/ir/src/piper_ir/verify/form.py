@@ -50,7 +50,7 @@ def check_tables(findings: Findings) -> None:
         if len(set(role.streams)) != len(role.streams) or COMPUTE not in role.streams:
             findings.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
         for value in role.allocs_first:
-            if value not in plan.values:
+            if value not in findings.kinds:
                 findings.add("R06-names", f"there is no value {value} in the plan, to be allocated first", role)
     for channel in plan.channels:
         problem = _channel_problem(plan, channel)

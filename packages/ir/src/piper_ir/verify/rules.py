@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from piper_ir.instr_table import TableKinds
 from piper_ir.ops import Compute, op_name
 from piper_ir.plan import Category, Instr, Part, Plan, RolePlan
 from piper_ir.sizes import TensorSpec
@@ -86,7 +87,8 @@ class Findings:
     def kinds(self) -> dict[str, tuple[TensorSpec, Category]]:
         """Return the spec and category of every value, as a dict, which is the fastest to ask."""
         if self._kinds is None:
-            self._kinds = dict(self.plan.kinds.items())
+            kinds = self.plan.kinds
+            self._kinds = kinds.as_dict() if isinstance(kinds, TableKinds) else dict(kinds.items())
         return self._kinds
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from piper_ir.ops import COMM, Collective, op_name
-from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
+from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan
 from piper_ir.sizes import TensorSpec
 from piper_ir.verify.rules import Findings, Violation, instr_title
 
@@ -26,12 +26,14 @@ _Blocked = tuple[int, int, str]
 class Events:
     """Number the events of a plan: instructions that meet on a channel are one event, all others one each.
 
-    `members[e]` are the instructions (numbered through all roles) of event e.
+    `instrs` are the instructions, numbered through all roles, and `at[i]` is the place of number i. `members[e]` are
+    the numbers of event e.
     """
 
     def __init__(self, plan: Plan, meetings: list[list[int]]) -> None:
         self.plan = plan
-        self.at: list[tuple[RolePlan, int]] = [(role, i) for role, i, _ in plan.instructions()]
+        self.at: list[tuple[RolePlan, int]] = [(role, i) for role in plan.roles for i in range(len(role.program))]
+        self.instrs: list[Instr] = [instr for role in plan.roles for instr in role.program]
         self.members: list[list[int]] = []
         self.event: list[int] = [-1] * len(self.at)
         for meeting in meetings:
@@ -54,12 +56,14 @@ class Events:
 def meetings(findings: Findings) -> list[list[int]]:
     """Return the instructions that meet, numbered through all roles, per channel in order; check R17 and R18."""
     uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in findings.plan.channels}
-    role_and_index: list[tuple[RolePlan, int]] = []
+    placed: dict[int, tuple[RolePlan, int, Part]] = {}
     for number, (role, index, instr) in enumerate(findings.plan.instructions()):
-        role_and_index.append((role, index))
         op = instr.parts[0].op
         if isinstance(op, COMM):
-            uses[op.channel][role.role].append(number)
+            sides_of = uses[op.channel]
+            sides_of[role.role].append(number)
+            if len(sides_of) > 1:
+                placed[number] = role, index, instr.parts[0]
     all_meetings: list[list[int]] = []
     for channel in findings.plan.channels:
         sides = list(uses[channel.id].values())
@@ -70,9 +74,9 @@ def meetings(findings: Findings) -> list[list[int]]:
             findings.add(rule, f"channel {channel.id}: {', '.join(counts)}")
             continue
         for n, met in enumerate(zip(*sides, strict=True)):
-            carried = [_carries(findings, *role_and_index[i]) for i in met]
-            if carried.count(carried[0]) < len(carried):
-                findings.add(rule, _mismatch(channel, n, carried), *role_and_index[met[0]])
+            carried = [_carries(findings, placed[i][2]) for i in met] if len(met) > 1 else []  # else nothing can differ
+            if any(one != carried[0] for one in carried[1:]):
+                findings.add(rule, _mismatch(channel, n, carried), *placed[met[0]][:2])
             all_meetings.append(list(met))
     return all_meetings
 
@@ -81,9 +85,8 @@ _Carried = tuple[Collective | None, TensorSpec | None]
 """The collective that an instruction is, if any, and the value that it brings to a meeting, if any."""
 
 
-def _carries(findings: Findings, role: RolePlan, index: int) -> _Carried:
-    """Return what an instruction brings to a meeting, equal for instructions that fit together."""
-    part = role.program[index].parts[0]
+def _carries(findings: Findings, part: Part) -> _Carried:
+    """Return what a communication brings to a meeting, equal for those that fit together."""
     if not isinstance(part.op, Collective):
         return None, findings.kinds[(part.reads or part.writes)[0]][0]
     return part.op, None if part.op.bucket else findings.kinds[part.reads[0]][0]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from piper_ir.ops import Collective, Compute, Fold, Fresh
 from piper_ir.plan import Bucket, Channel, Plan, RolePlan
+from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.training import ALIGNMENT
-from piper_ir.verify.values import HappensBefore
 
 Named = dict[str, str]
 """The bucket of each value that stands for one."""

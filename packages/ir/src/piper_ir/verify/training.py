@@ -12,8 +12,9 @@ from piper_ir.ops import KEEP_ALL, Collective, Compute, Fold, Seed, SquaredNorm,
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
 from piper_ir.sizes import bind
+from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings
-from piper_ir.verify.values import HappensBefore, UsePosition
+from piper_ir.verify.values import UsePosition
 
 STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
 ALIGNMENT = 256

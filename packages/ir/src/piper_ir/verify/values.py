@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from piper_ir.ops import Collective
 from piper_ir.plan import COMPUTE, Instr, RolePlan
+from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings, instr_title
+from piper_ir.verify.settled import settled_values
 
 UsePosition = tuple[int, int]
 """An instruction and a part of it: part -1 is what it does before its parts, LAST what it does after them."""
 LAST = 1 << 30
 FIRST: UsePosition = (-1, LAST)
 """The position before the first instruction of a step."""
-
-
-class HappensBefore:
-    """Say which instructions of a role happen before which others, by stream order and waits, closed transitively.
-
-    Each instruction has a vector clock with an entry per stream. The order in which the host issues does not count: a
-    device runs ahead of or behind it.
-    """
-
-    def __init__(self, role: RolePlan) -> None:
-        columns = {stream: c for c, stream in enumerate(role.streams)}
-        streams: list[list[int]] = [[] for _ in columns]
-        self._before: list[list[int]] = []  # per instruction: how many of each stream are done when it starts
-        self._after: list[list[int]] = []
-        self._column: list[int] = []
-        self._position: list[int] = []
-        for index, instr in enumerate(role.program):
-            c = columns[instr.stream]
-            clock = list(self._after[streams[c][-1]]) if streams[c] else [0] * len(columns)
-            for stream, count in instr.waits:
-                clock = list(map(max, clock, self._after[streams[columns[stream]][count - 1]]))
-            done = list(clock)
-            done[c] = len(streams[c]) + 1
-            self._before.append(clock)
-            self._after.append(done)
-            self._column.append(c)
-            self._position.append(len(streams[c]))
-            streams[c].append(index)
-
-    def precedes(self, first: int, second: int) -> bool:
-        """Return whether instruction `first` is done whenever instruction `second` starts."""
-        return self._before[second][self._column[first]] > self._position[first]
 
 
 @dataclass(slots=True)
@@ -66,15 +36,15 @@ class _Life:
 def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R11 to R16 and R29 on plans whose form is right."""
     home: dict[str, str] = {}
-    plain = _plain_values(findings.plan.roles)
-    for name, values in plain.items():
+    settled = settled_values(findings.plan.roles, orders)
+    for name, (values, _) in settled.items():
         home.update(dict.fromkeys(values, name))
-    lives = {role.role: _lives(role, plain[role.role]) for role in findings.plan.roles}
+    lives = {role.role: _lives(role, settled[role.role][1]) for role in findings.plan.roles}
     for role in findings.plan.roles:
         for value, life in lives[role.role].items():
             if life.writes:
                 _check_writers(findings, role, value, life, home)
-    for value in findings.plan.values:
+    for value in findings.kinds:
         if value not in home:
             findings.add("R11-written-once", f"nothing writes {value}")
     for role in findings.plan.roles:
@@ -87,55 +57,15 @@ def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
                 findings.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
 
 
-def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
-    """Return, by role, the simple values, which keep R11 to R16 for sure, as nearly all do.
-
-    No communication and no other role touches them. The one stream that computes writes them once, reads them
-    afterwards and frees them once, at last.
-    """
-    plain_and_odd = {role.role: _plain(role) for role in roles}
-    seen, shared = set[str](), set[str]()
-    for values in (values for both in plain_and_odd.values() for values in both):
-        shared |= seen & values
-        seen |= values
-    return {name: plain - shared for name, (plain, _) in plain_and_odd.items()}
-
-
-def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
-    """Return the values of a role that are simple by what it does itself, and the others, found with sets for speed."""
-    others, alive, freed = set(role.allocs_first), set[str](), set[str]()
-    for instr in role.program:
-        others.update(instr.frees_before, instr.allocs_after)
-        for part in instr.parts:
-            if instr.stream != COMPUTE:
-                others.update(part.reads, part.writes, part.frees, part.held)
-                continue
-            if not alive.issuperset(part.reads):
-                others.update([v for v in part.reads if v not in alive])
-            others.update(part.held)
-            if not freed.isdisjoint(part.writes):
-                others.update(part.writes)
-            before = len(alive)
-            alive.update(part.writes)
-            if len(alive) != before + len(part.writes):
-                others.update(part.writes)
-            if part.frees:
-                before = len(alive)
-                alive.difference_update(part.frees)
-                if len(alive) != before - len(part.frees):
-                    others.update(part.frees)
-                freed.update(part.frees)
-    others |= alive
-    return freed - others, others
-
-
-def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
-    """Return the lives of all values that are not simple, in the order in which the role first names them."""
+def _lives(role: RolePlan, wanted: set[str]) -> dict[str, _Life]:
+    """Return the lives of some values, in the order in which the role first names them."""
     lives: dict[str, _Life] = {}
+    if not wanted:
+        return lives
 
     def of(values: Iterable[str]) -> Iterator[_Life]:
         for value in values:
-            if value not in plain:
+            if value in wanted:
                 found = lives.get(value)
                 if found is None:
                     found = lives[value] = _Life()
@@ -147,8 +77,6 @@ def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
         for life in of(instr.frees_before) if instr.frees_before else ():
             life.frees.append((i, -1))
         for p, part in enumerate(instr.parts):
-            if plain.issuperset(part.reads) and plain.issuperset(part.writes) and plain.issuperset(part.frees) and not part.held:
-                continue
             for life in of((*part.reads, *part.held)):
                 life.reads.append((i, p))
             for life in of(part.writes):

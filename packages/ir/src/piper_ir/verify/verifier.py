@@ -14,12 +14,13 @@ from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.chunks import check_chunks
 from piper_ir.verify.dataflow import check_dataflow
 from piper_ir.verify.form import check_instructions, check_tables
+from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.recomputation import check_recomputation
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 from piper_ir.verify.sharding import check_sharded_use, check_shards
 from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
-from piper_ir.verify.values import HappensBefore, check_values
+from piper_ir.verify.values import check_values
 
 __all__ = ["RULES", "Violation", "check", "verify"]
 
@@ -76,6 +77,7 @@ def _check_use(findings: Findings) -> None:
         check_reductions(findings, orders)
     if not findings.violations:
         check_sharded_use(findings, orders)
+    orders.clear()  # they are large
     if not findings.violations:
         check_dataflow(findings, events, order)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_ir.codec import dumps
-from piper_ir.errors import ExecutionError, PiperError, PiperWarning
+from piper_ir.errors import ExecutionError, JobError, PiperError, PiperWarning
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
 from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
@@ -65,7 +65,6 @@ class CheckpointCommits:
         try:
             if not problem:
                 self._commit(step, partial, reports)
-                prune(self._checkpoint)
         except PiperError:
             raise
         except (OSError, RuntimeError) as e:  # torch has its own class for a disk that is full
@@ -74,6 +73,18 @@ class CheckpointCommits:
             shutil.rmtree(partial, ignore_errors=True)
             warnings.warn(
                 f"the checkpoint of step {step} could not be written: {problem}; training goes on", PiperWarning, stacklevel=2
+            )
+        else:
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        try:
+            prune(self._checkpoint)
+        except (OSError, JobError) as e:
+            warnings.warn(
+                f"the checkpoint of step {step} is complete, but an older one could not be deleted: {e}; training goes on",
+                PiperWarning,
+                stacklevel=2,
             )
 
     def _commit(self, step: int, partial: Path, reports: list[SaveDone]) -> None:

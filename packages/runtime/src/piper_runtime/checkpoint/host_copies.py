@@ -55,6 +55,8 @@ class HostCopies:
             for slot, state in both:
                 if not state.early:
                     slot.copy_(state.tensor, non_blocking=True)
+                    if state.tensor.is_cuda:  # one that was made to be copied is freed before that
+                        state.tensor.record_stream(self._stream)
             self._copied.record(self._stream)
         self._held = True
 

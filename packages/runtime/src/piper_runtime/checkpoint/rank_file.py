@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from piper_ops import dtype_name
+from piper_runtime.checkpoint.box_archives import write_tensor
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Number
 from piper_runtime.weights.boxes import Box, boxes_of_range, whole
 from piper_runtime.weights.dcp_tensors import SavedBox
@@ -33,6 +33,9 @@ class SaveDone:
         groups: the settings of the optimizer's groups.
         schedule: the state of the schedule.
         problem: why the rank could not write; empty when it could.
+        copied_s: seconds of copying the state to the host.
+        blocked_s: seconds for which the rank did not train, these among them; not those of waiting for the save before.
+        written_s: seconds from then on until the file was written.
     """
 
     rank: int
@@ -45,6 +48,9 @@ class SaveDone:
     groups: list[dict[str, Any]] = field(default_factory=list)
     schedule: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
+    copied_s: float = 0.0
+    blocked_s: float = 0.0
+    written_s: float = 0.0
 
 
 def rank_file(writer: int | str) -> str:
@@ -65,37 +71,25 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
     if not any(ranges for _, ranges in contents):
         return [], 0
     out: list[SavedBox] = []
-    with path.open("wb") as file, _checksums():
+    at = 0
+    with path.open("wb") as file:
         for flat, ranges in contents:
             for found in ranges:
                 for box, part in _parts(flat, found):
-                    at = file.tell()
-                    torch.save(part, file)
-                    name = dtype_name(flat.dtype)
-                    out.append(SavedBox(found.key, name, found.shape, box.offsets, box.sizes, path.name, at, file.tell() - at))
+                    size, name = write_tensor(file, part), dtype_name(flat.dtype)
+                    out.append(SavedBox(found.key, name, found.shape, box.offsets, box.sizes, path.name, at, size))
+                    at += size
                     wrote()
         file.flush()
         os.fsync(file.fileno())
-        size = file.tell()
-    return out, size
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Let torch.save write checksums, by which a changed file is noticed when it is read."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+    return out, at
 
 
 def _parts(flat: torch.Tensor, found: NamedRange) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of a range with their content, each in memory of its own: torch.save writes whole storages."""
+    """Yield the boxes of a range with their content."""
     at = found.offset
     for box in boxes_of_range(found.shape, found.start, found.start + found.numel):
-        yield box, flat[at : at + box.numel].view(box.sizes).clone()
+        yield box, flat[at : at + box.numel].view(box.sizes)
         at += box.numel
     if not found.numel:  # a tensor without elements is there, too
-        yield whole(found.shape), flat[:0].view(found.shape).clone()
+        yield whole(found.shape), flat[:0].view(found.shape)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from queue import SimpleQueue
 
 import torch
 
@@ -49,7 +51,11 @@ class RankSaver:
         self._copies = HostCopies(rank.device)
         if rank.device.type == "cuda":
             rank.before_update = self._copies.hold
-        self._thread: threading.Thread | None = None
+        self._work: SimpleQueue[tuple[SaveDone, Contents] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._write_all, name="piper checkpoint", daemon=True)
+        self._thread.start()
         self._written = 0
         self._last = -1
         self._error: BaseException | None = None
@@ -64,44 +70,53 @@ class RankSaver:
         if self._last != done:
             self._save(done)
         self._wait()
+        self.close()
 
     def close(self) -> None:
         """Wait until nothing is written any more, and keep quiet about what failed: the run has failed already."""
-        if self._thread is not None:
-            self._thread.join()
+        self._work.put(None)
+        self._thread.join()
 
     def _save(self, done: int) -> None:
         self._wait()  # its copies are still being written
-        rank, portion = self._rank, self._portion
+        rank, portion, began = self._rank, self._portion, time.perf_counter()
         with torch.no_grad():
             states = list(rank_tensors(rank, portion))
+            copying = time.perf_counter()
             copies = self._copies.copy(states)
+        copied_s = time.perf_counter() - copying
         report = SaveDone(
             rank.rank, done, numbers=optimizer_numbers(rank, portion), counters=step_counters(rank, portion),
             optimizer=rank.optimizer.kinds, groups=group_settings(rank.optimizer.groups),
-            schedule=plain_settings(rank.optimizer.schedule_state),
+            schedule=plain_settings(rank.optimizer.schedule_state), copied_s=copied_s,
         )  # fmt: skip
         contents = [(copy, state.ranges) for copy, state in zip(copies, states, strict=True)]
         self._last = done
-        self._thread = threading.Thread(target=self._write, args=(report, contents), name="piper checkpoint", daemon=True)
-        self._thread.start()
+        self._idle.clear()
+        self._work.put((replace(report, blocked_s=time.perf_counter() - began), contents))
         if not self._checkpoint.asynchronous:
             self._wait()
 
-    def _write(self, report: SaveDone, contents: Contents) -> None:
+    def _write_all(self) -> None:
         with suppress(OSError):  # on Linux a thread has a priority of its own; elsewhere it stays as it is
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (given := self._work.get()) is not None:
+            try:
+                self._write(*given)
+            except BaseException as e:  # a mistake, which the rank raises as its own
+                self._error = e
+            self._idle.set()
+
+    def _write(self, report: SaveDone, contents: Contents) -> None:
+        began = time.perf_counter()
         try:
             self._copies.settle()
             folder = self._checkpoint.path / partial_folder(report.step)
             folder.mkdir(exist_ok=True)
             boxes, size = write_boxes(folder / rank_file(report.rank), contents, self._count)
-            report = replace(report, boxes=boxes, nbytes=size)
+            report = replace(report, boxes=boxes, nbytes=size, written_s=time.perf_counter() - began)
         except (OSError, RuntimeError) as e:  # torch has its own class for a disk that is full
             report = replace(report, problem=f"rank {report.rank}: {e}")
-        except BaseException as e:  # a mistake, which the rank raises as its own
-            self._error = e
-            return
         self._tell(report)
 
     def _count(self) -> None:
@@ -109,12 +124,8 @@ class RankSaver:
 
     def _wait(self) -> None:
         """Block until the write that goes on, if there is one, has ended; raise what it raised."""
-        if self._thread is None:
-            return
-        while self._thread.is_alive():
-            self._thread.join(LOOK_S)
+        while not self._idle.wait(LOOK_S):
             if self._beat is not None:
                 self._beat(self._written)
-        self._thread = None
         if self._error is not None:
             raise self._error

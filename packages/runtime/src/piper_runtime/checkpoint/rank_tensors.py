@@ -16,6 +16,7 @@ import torch
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
+from piper_runtime.rank.layouts import runs
 from piper_runtime.rank.rank_state import RankState
 
 MODEL, OPTIMIZER = "model", "optim.state"
@@ -114,9 +115,10 @@ def saved_portion(plan: Plan, rank: int) -> Portion:
         ranks = [r for r in holders.get(id, []) if plan.mesh.index_along(axes, r) == part]
         return bool(ranks) and ranks[index % len(ranks)] == rank
 
-    buckets = frozenset(b.id for k, b in enumerate(plan.buckets) if mine(f"grad:{b.id}", k, b.shard.optim))
+    buckets = frozenset(b.id for k, b in enumerate(plan.buckets) if mine(f"grad:{b.id}", k, (*b.shard.optim, *b.parts)))
     bucketed = {name for b in plan.buckets for name in b.params}
-    params = frozenset(p.name for k, p in enumerate(plan.params) if p.name not in bucketed and mine(f"param:{p.name}", k))
+    alone = [(k, p) for k, p in enumerate(plan.params) if p.name not in bucketed]
+    params = frozenset(p.name for k, p in alone if mine(f"param:{p.name}", k, tuple(part.axis for part in p.layout)))
     return Portion(buckets, params, frozenset(b.name for b in plan.buffers if mine(f"buffer:{b.name}", 0)))
 
 
@@ -128,16 +130,20 @@ def left_out(plan: Plan) -> tuple[list[str], list[str]]:
     return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
 
 
-def saved_dtypes(plan: Plan) -> dict[str, str]:
-    """Return the dtypes of parameters in checkpoints, where these are others than forward and backward read.
+def varying_buffers(plan: Plan) -> set[str]:
+    """Return the buffers whose content depends on the batch, so that replicas may have different ones."""
+    return {o.ref for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies}
 
-    A trained parameter is saved as the optimizer has it. One that no rank holds is saved as the job makes it, in the
-    same dtype.
+
+def saved_dtypes(plan: Plan) -> dict[str, str]:
+    """Return the dtypes of floating-point parameters in checkpoints: that in which the job makes all of them.
+
+    A trained one is saved as the optimizer has it, and a frozen one without a loss of bits; forward and backward may
+    read both in a narrower dtype. Without trained parameters there is one dtype, that of the plan.
     """
     made = next((b.dtype for b in plan.buckets), None)
-    out = {name: b.dtype for b in plan.buckets for name in b.params}
-    floats = {p.name for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point}
-    return out | {name: made for name in left_out(plan)[0] if made is not None and name in floats}
+    floats = [p for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point]
+    return {p.name: made or p.spec.dtype for p in floats}
 
 
 def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
@@ -153,7 +159,8 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
     bucketed = {name for bucket in store.buckets for name in bucket.params}
     for name, tensor in store.params.items():
         if name not in bucketed and (portion is None or name in portion.params):
-            yield _alone(model_key(name), tensor)
+            found = store.exact.get(name, tensor)
+            yield FlatState(found.detach().reshape(-1), tuple(_in_named(rank, name, model_key(name), 0, found.numel(), 0)))
     for name, tensor in store.buffers.items():
         if portion is None or name in portion.buffers:
             yield _alone(model_key(name), tensor, early=True)
@@ -161,7 +168,7 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
 
 def _first_part(rank: RankState, bucket: Bucket) -> bool:
     """Return whether a rank has the first part of a bucket, so that it saves what all parts have alike."""
-    return not rank.plan.mesh.index_along(bucket.shard.optim, rank.rank)
+    return not rank.plan.mesh.index_along((*bucket.shard.optim, *bucket.parts), rank.rank)
 
 
 def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple[NamedRange, ...]:
@@ -169,15 +176,23 @@ def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple
     mesh, axes = rank.plan.mesh, bucket.shard.optim
     size = bucket.numel // mesh.degree(axes)
     first = size * mesh.index_along(axes, rank.rank)
-    out = []
+    out: list[NamedRange] = []
     for name, offset in zip(bucket.params, bucket.offsets, strict=True):
         shape = rank.place_of[name].size
         begin, end = max(offset, first), min(offset + prod(shape), first + size)
         if begin < end:
-            out.append(NamedRange(key(name), shape, begin - offset, begin - first, end - begin))
+            out += _in_named(rank, name, key(name), begin - offset, end - offset, begin - first)
         elif not prod(shape) and not first:
             out.append(NamedRange(key(name), shape, 0, 0, 0))
     return tuple(out)
+
+
+def _in_named(rank: RankState, name: str, key: str, begin: int, end: int, offset: int) -> Iterator[NamedRange]:
+    """Yield where the elements [begin, end) of what a rank has of a parameter lie in it; they begin at `offset` in memory."""
+    plan = rank.plan
+    shape = plan.whole_shapes[name]
+    for run in runs(rank.own_shapes[name], plan.layouts[name], plan.mesh, rank.rank, begin, end):
+        yield NamedRange(key, shape, run.whole, offset + run.own - begin, run.numel)
 
 
 def _alone(key: str, tensor: torch.Tensor, *, early: bool = False) -> FlatState:

@@ -1,4 +1,4 @@
-"""Bring a rank to the state of a checkpoint: read the boxes that overlap its tensors, whoever has written them."""
+"""Bring a rank to a saved state: read the boxes that overlap its tensors, whoever has written them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from piper_runtime.checkpoint.rank_tensors import (
     saved_dtypes,
 )
 from piper_runtime.checkpoint.saved_run import SavedRun
+from piper_runtime.checkpoint.snapshot_files import CopiedTensor, HostSnapshot
 from piper_runtime.rank.optimizer import SEPARABLE
 from piper_runtime.rank.rank_state import RankState
-from piper_runtime.weights.dcp_tensors import SavedTensor, read_range
+from piper_runtime.weights.dcp_tensors import DcpTensor, read_range
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Restore:
     """Say from where a rank takes its state.
 
     Attributes:
-        folder: the checkpoint.
+        folder: the checkpoint, or the folder of host snapshots.
         tensors: where its tensors lie, as far as the rank needs them.
         numbers: what the optimizer keeps beside tensors, by name.
         groups: the settings of the optimizer's groups.
@@ -43,18 +44,25 @@ class Restore:
     """
 
     folder: str
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, DcpTensor | CopiedTensor]
     numbers: Mapping[str, Any]
     groups: tuple[Mapping[str, Any], ...] = ()
     weights_only: bool = False
 
 
-def restore_of(saved: SavedRun, names: Collection[str]) -> Restore:
-    """Return what ranks need of a checkpoint that hold the parameters and buffers of these names."""
+def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restore:
+    """Return what ranks need of a saved state that hold the parameters and buffers of these names."""
     wanted = {*names}
-    tensors = {key: t for key, t in saved.tensors.items() if _name(key) in wanted}
-    numbers = {key: n for key, n in saved.meta.numbers.items() if _name(key) in wanted}
-    return Restore(str(saved.path), tensors, numbers, saved.meta.groups, saved.weights_only)
+    if isinstance(saved, HostSnapshot):
+        copied = {key: t for key, t in saved.tensors.items() if _name(key) in wanted}
+        return Restore(str(saved.folder), copied, _of_names(saved.numbers, wanted), saved.groups)
+    folder = str(saved.path)
+    tensors = {key: DcpTensor(folder, t) for key, t in saved.tensors.items() if _name(key) in wanted}
+    return Restore(folder, tensors, _of_names(saved.meta.numbers, wanted), saved.meta.groups, saved.weights_only)
+
+
+def _of_names(numbers: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    return {key: n for key, n in numbers.items() if _name(key) in wanted}
 
 
 def _name(key: str) -> str:
@@ -79,7 +87,7 @@ def unheld_tensors(saved: SavedRun, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lambda n: None) -> None:
-    """Give a rank the parameters, buffers and optimizer state of a checkpoint; tell `beat` how many tensors are read.
+    """Give a rank the parameters, buffers and optimizer state that are saved; tell `beat` how many tensors are read.
 
     Raises JobError when the state does not fit its optimizer, and FormatError when it cannot be read.
     """
@@ -93,7 +101,8 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
             beat(read)
             _fill(state, saved)
         rank.store.copy_masters([bucket.id for bucket in rank.store.buckets])
-        rank.restored = True
+        for name, exact in rank.store.exact.items():
+            rank.store.params[name].copy_(exact)
 
 
 def _fill(state: FlatState, saved: Restore) -> None:
@@ -103,7 +112,7 @@ def _fill(state: FlatState, saved: Restore) -> None:
             if saved.weights_only:
                 continue  # the optimizer begins, and a buffer is as the model makes it
             raise FormatError(f"{folder} does not hold {found.key}; take another checkpoint")
-        values = read_range(folder, _fitting(found, saved), found.start, found.numel)
+        values = _fitting(found, saved).flat(found.start, found.start + found.numel)
         if state.shared and before is not None and not torch.equal(values, before):
             raise JobError(
                 f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and {before.item():g} on "
@@ -113,7 +122,7 @@ def _fill(state: FlatState, saved: Restore) -> None:
         state.tensor[found.offset : found.offset + found.numel].copy_(values)
 
 
-def _fitting(found: NamedRange, saved: Restore) -> SavedTensor:
+def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:
     tensor = saved.tensors[found.key]
     if tensor.shape != found.shape:
         raise JobError(f"{saved.folder}: {found.key} has shape {list(tensor.shape)}, here it has {list(found.shape)}")
@@ -136,11 +145,11 @@ def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[
                     state[key] = _zeros(saved.tensors[whole], tensor, key, group)
 
 
-def _zeros(saved: SavedTensor, parameter: torch.Tensor, key: str, group: Mapping[str, Any]) -> torch.Tensor:
+def _zeros(saved: DcpTensor | CopiedTensor, parameter: torch.Tensor, key: str, group: Mapping[str, Any]) -> torch.Tensor:
     """Return memory for a saved tensor where torch's optimizers keep it: beside the parameter, but step counters."""
     counter = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if counter else parameter.device
-    return torch.zeros(saved.shape, dtype=getattr(torch, saved.dtype), device=device)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
 
 
 def _restore_groups(rank: RankState, saved: Restore) -> None:

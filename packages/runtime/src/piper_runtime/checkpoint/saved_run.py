@@ -168,7 +168,7 @@ def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str
 def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
     dtypes = saved_dtypes(plan)
     wanted: dict[str, tuple[str, TensorSpec]] = {
-        p.name: ("parameter", replace(p.spec, dtype=dtypes.get(p.name, p.spec.dtype))) for p in plan.params
+        p.name: ("parameter", replace(p.spec, dtype=dtypes.get(p.name, p.spec.dtype))) for p in plan.whole_params
     }
     wanted |= {b.name: ("buffer", b.spec) for b in plan.buffers if b.name not in wanted}
     for name, (kind, spec) in wanted.items():

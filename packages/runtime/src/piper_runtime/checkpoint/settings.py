@@ -28,22 +28,27 @@ class Checkpoints:
         every: save after every so many optimizer steps; the last step of a run is saved, too.
         keep: how many complete checkpoints stay; older ones are deleted. None keeps all.
         asynchronous: go on with the next step while files are written, as soon as the state is copied.
+        snapshot: with restarts, copy the state to memory of this machine after every so many steps, from where a run
+            that failed goes on if the ranks that are left have all of it. None: no such copies.
     """
 
     folder: str | Path
     every: int = 100
     keep: int | None = 3
     asynchronous: bool = True
+    snapshot: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | Path) or not str(self.folder):
             raise JobError(f"Checkpoints(folder={self.folder!r}): the path of a folder is needed")
-        for name, value in (("every", self.every), ("keep", self.keep)):
-            if name == "keep" and value is None:
+        for name, value, none in (
+            ("every", self.every, ""), ("keep", self.keep, ", or None to keep all"),
+            ("snapshot", self.snapshot, ", or None for no snapshots"),
+        ):  # fmt: skip
+            if none and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                more = ", or None to keep all" if name == "keep" else ""
-                raise JobError(f"Checkpoints({name}={value!r}): an integer of at least 1 is needed{more}")
+                raise JobError(f"Checkpoints({name}={value!r}): an integer of at least 1 is needed{none}")
         if not isinstance(self.asynchronous, bool):
             raise JobError(f"Checkpoints(asynchronous={self.asynchronous!r}): True or False is needed")
 

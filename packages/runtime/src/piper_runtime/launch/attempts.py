@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from piper_ir.errors import JobError, PiperError
@@ -15,11 +16,12 @@ from piper_runtime.launch.inline_run import run_inline
 from piper_runtime.launch.joined import joined_gradients, joined_states
 from piper_runtime.launch.launchers import Workers, open_pool
 from piper_runtime.launch.progress import Progress
-from piper_runtime.launch.recovery import Recovery
+from piper_runtime.launch.recovery import Recovery, lost
 from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord
 from piper_runtime.launch.request import make_requests
 from piper_runtime.launch.result import WARMUP_STEPS, Run
 from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.launch.survivors import Survivors
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.job import InitialState, Job
 
@@ -45,7 +47,13 @@ def workers_of(launcher: str, world: int, cluster: str, spares: int, pool: Worke
     if launcher == "inline":
         yield None
     elif pool is not None:
-        yield pool
+        size = pool.world
+        try:
+            yield pool
+        finally:
+            if pool.world != size:  # the run went on with fewer ranks; those of the next one are the caller's to choose
+                pool.close()
+                pool.world = size
     else:
         with open_pool(launcher, world, cluster=cluster, spares=spares) as own:
             yield own
@@ -59,6 +67,7 @@ class Attempts:
         first: where the first attempt begins.
         options: those of the first attempt.
         workers: None where ranks run in this process.
+        survivors: keeps what ranks have copied to memory.
     """
 
     job: Job
@@ -66,6 +75,7 @@ class Attempts:
     first: Beginning
     options: RunOptions
     workers: Workers | None
+    survivors: Survivors
 
     def devices(self, plan: Plan, spares: int) -> int:
         """Return how many ranks there can be at the beginning."""
@@ -82,10 +92,13 @@ class Attempts:
                 raise
             except PiperError as e:
                 recovery.check(e)
+                failed = plan
                 plan, code = recovery.replanned(e, plan, code, float("inf") if self.workers is None else self.workers.room())
                 if self.workers is not None and recovery.replans:
                     self.workers.world = plan.mesh.world
-                begin = next_beginning(self.first, plan, self.job)
+                newest = partial(self.survivors.newest, failed, lost(e), recovery.next)
+                with recovery.ending(e):
+                    begin = next_beginning(self.first, plan, self.job, newest)
                 recovery.goes_on(e, begin.step, plan, begin.state_text)
             else:
                 return self._result(plan, reports, recovery)
@@ -94,13 +107,16 @@ class Attempts:
         """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
         left = self.first.step + self.options.steps - begin.step
         # Without steps, ranks only bring back the state of the checkpoint.
-        options = replace(self.options, steps=left, first_step=begin.step, checkpoint=begin.checkpoint if left else None)
+        options = replace(
+            self.options, steps=left, first_step=begin.step, checkpoint=begin.checkpoint if left else None,
+            snapshots=self.survivors.options(),
+        )  # fmt: skip
         on_step = recovery.heard if options.stream else None
         with committing(options.checkpoint, plan, self.job, self.initial) as on_save:
             if self.workers is None:
                 progress = Progress(plan, on_step, on_save, begin.step)
-                return run_inline(plan, code, self.job, self.initial, options, progress, begin.saved)
-            requests = make_requests(plan, code, self.job, self.initial, options, begin.saved)
+                return run_inline(plan, code, self.job, self.initial, options, progress, begin.copied or begin.saved)
+            requests = make_requests(plan, code, self.job, self.initial, options, begin.copied or begin.saved)
             return self.workers.run(plan, requests, options.timeout_s, on_step, on_save)
 
     def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:

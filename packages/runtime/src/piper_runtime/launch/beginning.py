@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
 from piper_runtime.checkpoint.commits import CheckpointCommits
+from piper_runtime.checkpoint.meta import data_of
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.restoring import unheld_tensors
 from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
 from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, complete_checkpoints, prepare_folder
+from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.checkpoint.sole_writer import sole_writer
 from piper_runtime.launch.recovery import RecoveryOptions
 from piper_runtime.launch.torchrun import is_first, restart_count
@@ -29,15 +32,19 @@ class Beginning:
         step: the number of the first step.
         saved: the checkpoint from which it goes on; None without one.
         checkpoint: the settings of its own checkpoints, with an absolute folder; None without them.
+        copied: the host snapshot from which it goes on, in place of a checkpoint.
     """
 
     step: int
     saved: SavedRun | None
     checkpoint: Checkpoints | None
+    copied: HostSnapshot | None = None
 
     @property
     def state_text(self) -> str:
         """Return from which state the run begins, for people."""
+        if self.copied is not None:
+            return self.copied.text
         if self.saved is not None:
             return f"the checkpoint {self.saved.path}"
         return "the beginning: there is no checkpoint" + (" yet" if self.checkpoint is not None else "")
@@ -64,14 +71,19 @@ def beginning_of(
             )
         check_resumable(saved, plan, job)
         check_settings(saved, plan, job)
-        if "state" in saved.meta.data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
-            with user_code("Job.batch.load_state_dict(state)", JobError):
-                go_on(saved.meta.data["state"])
+        _load_data_state(job, saved.meta.data)
     step = saved.meta.step if saved is not None else first_step or 0
     if checkpoint is not None:
         prepare_folder(checkpoint, step, first=is_first())
         checkpoint = replace(checkpoint, folder=checkpoint.path)
     return Beginning(step, saved, checkpoint)
+
+
+def _load_data_state(job: Job, data: Mapping[str, Any]) -> None:
+    """Bring a job's batch function to the state in what it said of its data, where it has one."""
+    if "state" in data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
+        with user_code("Job.batch.load_state_dict(state)", JobError):
+            go_on(data["state"])
 
 
 def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
@@ -84,13 +96,16 @@ def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
     return replace(materialize(constructed_only(job)), restored=unheld_tensors(saved, plan))
 
 
-def next_beginning(first: Beginning, plan: Plan, job: Job) -> Beginning:
+def next_beginning(first: Beginning, plan: Plan, job: Job, snapshot: Callable[[int], HostSnapshot | None]) -> Beginning:
     """Return where a run that failed goes on: at its newest complete checkpoint, else where it began.
 
-    Raises as `beginning_of`.
+    `snapshot` is asked for one that is newer than that, which comes first. Raises as `beginning_of`.
     """
     found = {} if first.checkpoint is None else complete_checkpoints(first.checkpoint.path)
     newest = max(found, default=0)
+    if (copied := snapshot(max(newest, first.step))) is not None:
+        _load_data_state(job, data_of(job, copied.step))
+        return replace(beginning_of(plan, job, first.checkpoint, None, copied.step), copied=copied)
     if newest > first.step:
         return beginning_of(plan, job, first.checkpoint, found[newest], None)
     if first.saved is not None:

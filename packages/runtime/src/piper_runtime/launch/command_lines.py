@@ -22,14 +22,14 @@ class Section:
 
 def launch_sections(
     file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = (),
-    restarts: int = 0,
+    restarts: int = 0, of_ray: Sequence[str] = (),
 ) -> dict[str, Section]:  # fmt: skip
     """Return the commands to run a file's `world` ranks with torchrun, Slurm and Ray.
 
     Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
     "torchrun-nodes", "slurm" and "ray". `gpus` asks for a GPU for each rank; `arguments` are more arguments of `piper
-    run`; torchrun starts failed ranks again up to `restarts` times. HEAD stands for the first machine's name. Raises
-    JobError when the ranks do not divide over the nodes.
+    run`, `of_ray` those that only Ray takes; torchrun starts failed ranks again up to `restarts` times. HEAD stands for
+    the first machine's name. Raises JobError when the ranks do not divide over the nodes.
     """
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
@@ -44,7 +44,9 @@ def launch_sections(
         "torchrun": Section("torchrun, one machine", alone),
         "torchrun-nodes": Section(f"torchrun, {_count(nodes, 'machine')}, the same line on each", meet),
         "slurm": Section(f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)),
-        "ray": Section(f"Ray, {_count(nodes, 'machine')}", _ray(nodes, each, gpus, text)),
+        "ray": Section(
+            f"Ray, {_count(nodes, 'machine')}", _ray(nodes, each, gpus, shlex.join(["run", str(file), *arguments, *of_ray]))
+        ),
     }
 
 

@@ -32,7 +32,7 @@ class ForkServer:
     """Answer a launcher's requests for workers, and say how each worker ended.
 
     Args:
-        channel: the socket to the launcher; when it closes, the server ends.
+        channel: the socket to the launcher; when it closes, the server ends with its last worker.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -47,28 +47,34 @@ class ForkServer:
         self._wake = wake
 
     def serve(self) -> None:
-        """Fork and reap until the launcher has ended."""
+        """Fork and reap until the launcher has ended, and the workers too."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            while True:
+            asked = True
+            while asked or self._status:
                 for key, _ in selector.select():
                     if key.fileobj is self._woken:
                         self._reap()
                     elif not self._fork(selector):
-                        return
+                        selector.unregister(self._channel)
+                        asked = False
 
     def _fork(self, selector: selectors.BaseSelector) -> bool:
         """Fork one worker; return whether the launcher is still there."""
-        head, descriptors, *_ = socket.recv_fds(self._channel, LENGTH.size, _DESCRIPTORS)
+        try:
+            head, descriptors, *_ = socket.recv_fds(self._channel, LENGTH.size, _DESCRIPTORS)
+            request = receive_exactly(self._channel, LENGTH.unpack(head)[0]) if head else b""
+        except (ConnectionResetError, EOFError):  # the launcher ended in the middle of a request
+            return False
         if not head:
             return False
-        fork: Fork = pickle.loads(receive_exactly(self._channel, LENGTH.unpack(head)[0]))  # from our own launcher
+        fork: Fork = pickle.loads(request)  # from our own launcher
         pipe, lifeline, status, *streams = descriptors
         pid = os.fork()
         if pid == 0:
             selector.close()
-            for descriptor in self._status.values():
+            for descriptor in self._status.values():  # those of the others; its own one stays open until it ends
                 os.close(descriptor)
             for end in (self._channel, self._woken, self._wake):
                 end.close()
@@ -76,7 +82,8 @@ class ForkServer:
         self._status[pid] = status
         for descriptor in (pipe, lifeline, *streams):
             os.close(descriptor)
-        self._channel.sendall(LENGTH.pack(pid))
+        with suppress(BrokenPipeError, ConnectionResetError):  # the launcher ended, as the next look at the channel shows
+            self._channel.sendall(LENGTH.pack(pid))
         return True
 
     def _reap(self) -> None:
@@ -101,10 +108,7 @@ def _work(fork: Fork, pipe: int, lifeline: int, streams: list[int]) -> NoReturn:
         for number, stream in enumerate(streams, start=1):
             os.dup2(stream, number)
             os.close(stream)
-        os.chdir(fork.folder)
-        os.environ.clear()
-        os.environ.update(fork.environment)
-        sys.path[:] = fork.path
+        fork.surroundings.take()
         sys.argv[1:] = [json.dumps(vars(fork.setup))]  # says whose worker it is where somebody looks
         random.seed()
         if "numpy" in sys.modules:

@@ -14,14 +14,17 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic, sleep
+from time import monotonic
 
 from piper_ir.errors import ExecutionError
 from piper_runtime.launch.protocol import Setup
+from piper_runtime.launch.surroundings import Surroundings
 from piper_runtime.launch.watch import STARTUP_S
 
 LENGTH = struct.Struct("!Q")
 """The form of the length of a request, and of the process id in the answer."""
+HOW_UNKNOWN = 1 << 16
+"""The number in place of an exit code of a process that has ended, and of which nobody can say how."""
 STATUS = struct.Struct("!i")
 """The form of an exit code; a negative one is the signal that ended the process."""
 
@@ -31,25 +34,23 @@ _SERVER = "import gc; gc.disable(); from piper_runtime.launch.fork_server import
 While torch's modules are imported, the garbage collector would look at their million objects again and again; the
 worker turns it on.
 """
-_AT_IMPORT = ("CUDA", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "OMP", "PYTHON", "PYTORCH", "TORCH")
+_AT_IMPORT = ("CUDA", "GOMP", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "PYTHON", "PYTORCH", "TORCH", "TZ")
 """The beginnings of environment variables that Python and torch's libraries read when they are loaded."""
+_LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
+"""The variables among them that a worker can take over: the second is set by torch itself in the middle of a run."""
 
 
 @dataclass(frozen=True)
 class Fork:
-    """Ask for one worker, which is to find what a child process of the launcher would find.
+    """Ask for one worker.
 
     Attributes:
         setup: the settings of the worker; its descriptors travel beside the request.
-        environment: the launcher's environment variables.
-        path: the launcher's `sys.path`.
-        folder: the launcher's working folder.
+        surroundings: what the worker is to find.
     """
 
     setup: Setup
-    environment: dict[str, str]
-    path: list[str]
-    folder: str
+    surroundings: Surroundings
 
 
 class ForkedProcess:
@@ -64,13 +65,12 @@ class ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the worker runs."""
+        """Return the exit code, negative for a signal, or HOW_UNKNOWN; None while the worker runs."""
         if self._code is None and select.select([self._status], [], [], 0)[0]:
             said = os.read(self._status, STATUS.size)
-            if said:
-                self._ended(STATUS.unpack(said)[0])
-            elif not _exists(self.pid):  # the server has ended before the worker, which nobody reaps for us then
-                self._ended(-signal.SIGKILL)
+            # Without a code the server has ended before the worker, which held the last other end of this pipe.
+            self._code = STATUS.unpack(said)[0] if said else HOW_UNKNOWN
+            os.close(self._status)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -84,8 +84,7 @@ class ForkedProcess:
             left = 1.0 if until is None else until - monotonic()
             if left <= 0:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            if select.select([self._status], [], [], left)[0]:
-                sleep(0.001)  # where the server is gone the descriptor stays readable
+            select.select([self._status], [], [], left)
         return code
 
     def kill(self) -> None:
@@ -94,24 +93,13 @@ class ForkedProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _ended(self, code: int) -> None:
-        self._code = code
-        os.close(self._status)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
 
 class _Server:
-    """Hold the process that forks; it ends with this one."""
+    """Hold the process that forks; it ends with this one, or when its last worker has."""
 
     def __init__(self, environment: dict[str, str], read_early: dict[str, str]) -> None:
         self.read_early, self.owner = read_early, os.getpid()
+        self._workers: list[ForkedProcess] = []
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(STARTUP_S)
         with theirs:
@@ -128,19 +116,29 @@ class _Server:
             socket.send_fds(self._channel, [LENGTH.pack(len(request))], [pipe, lifeline, theirs, *streams])
             self._channel.sendall(request)
             (pid,) = LENGTH.unpack(receive_exactly(self._channel, LENGTH.size))
-        except (OSError, EOFError):
+        except BaseException:
             os.close(status)
             raise
         finally:
             for descriptor in (theirs, *streams):
                 os.close(descriptor)
-        return ForkedProcess(pid, status)
+        self._workers = [w for w in self._workers if w.poll() is None]
+        self._workers.append(worker := ForkedProcess(pid, status))
+        return worker
 
     def end(self) -> None:
-        """Let the server end, and reap it."""
+        """End the server; one with workers follows them to their end, and no one waits for it."""
+        if os.getpid() != self.owner:
+            self._channel.close()
+            return
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has kept the socket
         self._channel.close()
-        if os.getpid() == self.owner:
+        if all(worker.poll() is not None for worker in self._workers):
+            self._process.kill()
             self._process.wait()
+        else:
+            _following.append(self._process)
 
     @property
     def ended(self) -> bool:
@@ -159,6 +157,8 @@ class _Server:
 
 _lock = threading.Lock()
 _server: _Server | None = None
+_following: list[subprocess.Popen[bytes]] = []
+"""The servers that are not asked any more and wait for their workers' ends."""
 
 
 def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
@@ -169,19 +169,23 @@ def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
     """
     global _server
     path = [p or os.getcwd() for p in sys.path]
-    read_early = {n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n != "PYTHONPATH"}
-    environment = environment | {"PYTHONPATH": os.pathsep.join(path)}
+    read_early = {n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n not in _LATER}
+    surroundings = Surroundings.of_now(environment | {"PYTHONPATH": os.pathsep.join(path)}, path)
     with _lock:
+        _following[:] = [process for process in _following if process.poll() is None]
         if _server is not None and (_server.ended or (_server.owner, _server.read_early) != (os.getpid(), read_early)):
             _end()
         if _server is None:
-            _server = _Server(environment, read_early)
+            _server = _Server(surroundings.environment, read_early)
         try:
-            return _server.fork(Fork(setup, environment, path, os.getcwd()), setup.pipe, setup.lifeline)
+            return _server.fork(Fork(setup, surroundings), setup.pipe, setup.lifeline)
         except (OSError, EOFError) as error:
             code, _server = _server.exit_code(), None
             what = f"did not answer within {STARTUP_S:.0f} s" if code is None else f"has ended with exit code {code}"
             raise ExecutionError(f"the process that forks workers {what}; its output is above") from error
+        except BaseException:  # an interrupt: what the server says next is the answer to this request
+            _end()
+            raise
 
 
 @atexit.register

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
+from piper_ir.errors import PiperWarning
 from piper_ir.plan import Plan
+from piper_runtime.checkpoint.exact_params import keep_exact
+from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, announce
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore, restore_of
 from piper_runtime.checkpoint.saved_run import SavedRun
+from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.ranges import name_inline
@@ -36,7 +41,7 @@ def rank_job(job: Job, first_step: int = 0) -> RankJob:
 
 def run_inline(
     plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress,
-    saved: SavedRun | None,
+    saved: SavedRun | HostSnapshot | None,
 ) -> dict[int, RankReport]:  # fmt: skip
     """Return the results of every rank; raise Interrupted when the run was ended after a step."""
     reports = {r: RankReport(first_step=options.first_step) for r in range(plan.mesh.world)}
@@ -47,6 +52,9 @@ def run_inline(
             Rank(plan, r, code, job_part, initial.params, initial.buffers, report.probe if options.gradients else None, device)
             for r, report in reports.items()
         ]
+        if options.checkpoint is not None or saved is not None:
+            for rank in ranks:
+                keep_exact(rank, initial.params, share=options.snapshots is None, restored=saved is not None)
         if saved is not None:
             state = restore_of(saved, {*initial.params, *initial.buffers})
             for rank in ranks:
@@ -90,16 +98,24 @@ def _train(ranks: Sequence[Rank], options: RunOptions, progress: Progress, repor
     return interrupt.asked
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, PiperWarning, stacklevel=2)
+
+
 class _Saves:
-    """Save all ranks of this process; without checkpoints, save nothing."""
+    """Save all ranks of this process, and copy them to memory, where that is asked for."""
 
     def __init__(self, ranks: Sequence[Rank], options: RunOptions, progress: Progress):
         self._said: deque[SaveDone] = deque()
         self._progress = progress
         kept = options.checkpoint
         self._savers = [] if kept is None else [RankSaver(rank, kept, self._said.append) for rank in ranks]
+        asked = options.snapshots
+        self._copiers = [] if asked is None else [SnapshotWriter(r, asked, _warn) for r in ranks if announce(r.rank, asked)]
 
     def step_done(self, done: int) -> None:
+        for copier in self._copiers:
+            copier.step_done(done)
         for saver in self._savers:
             saver.step_done(done)
         self._hand_on()

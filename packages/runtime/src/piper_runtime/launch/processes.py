@@ -20,7 +20,7 @@ from typing import Any
 
 from piper_ir.errors import ExecutionError
 from piper_runtime.engine.streams import HEART_SLOTS, LAST_STEP, STEP
-from piper_runtime.launch.forking import ForkedProcess, fork_worker
+from piper_runtime.launch.forking import HOW_UNKNOWN, ForkedProcess, fork_worker
 from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S
@@ -72,6 +72,8 @@ class _Team:
             code = self.workers[rank].process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
+        if code == HOW_UNKNOWN:
+            return "ended; how is not known, since the process that forks workers was killed before it"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def finish_early(self, steps: int) -> bool:
@@ -129,6 +131,10 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     try:
         process = fork_worker(setup, environment)
+    except BaseException:
+        ours.close()
+        os.close(lifeline_write)
+        raise
     finally:
         theirs.close()
         os.close(lifeline_read)

@@ -39,7 +39,7 @@ class Request:
         buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
         options: how the run goes.
-        restore: the checkpoint from which the run goes on; None: it begins with `params` and `buffers`.
+        restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
         device: the kind of device that runs take where the request is made.
     """
 
@@ -62,6 +62,13 @@ class Failure:
     message: str
     details: str
     peer: bool
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Tell the launcher what its caller is to be warned of."""
+
+    text: str
 
 
 def first_step(requests: Mapping[int, Any]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from piper_runtime.checkpoint.host_snapshots import drop_snapshots
 from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import Environment, environment
 from piper_runtime.launch.watch import LOADING_HEART
@@ -95,6 +96,7 @@ def _end_with(parent: int) -> None:
     """End when the raylet that started this process has gone; Ray does so too, but a busy process may take minutes."""
     while os.getppid() == parent:
         time.sleep(LIFELINE_S)
+    drop_snapshots()
     os._exit(1)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from piper_ir.errors import ExecutionError, HangError, JobError, NonFiniteLossError, PiperError, PiperWarning, RankError
@@ -27,6 +28,7 @@ class Restart:
         ranks: how many ranks went on.
         seconds: from the moment at which the failure was known to the end of the next step; None where no step was
             left.
+        source: from which state it went on: a checkpoint, host snapshots with their ranks, or the beginning.
     """
 
     step: int
@@ -36,6 +38,7 @@ class Restart:
     resumed: int
     ranks: int
     seconds: float | None = None
+    source: str = ""
 
 
 Replan = Callable[[int], tuple[Plan, ExportedCode]]
@@ -67,6 +70,9 @@ class RecoveryOptions:
                 f"restarts={self.restarts} and gradients=True: the gradients of the steps before a failure would be lost; leave "
                 "one of them out"
             )
+        for name, function in (("replan", self.replan), ("on_restart", self.on_restart)):
+            if function is not None and not callable(function):
+                raise JobError(f"{name}={function!r}: a function is needed")
 
 
 class Recovery:
@@ -150,16 +156,22 @@ class Recovery:
         self._devices = int(min(self._devices - gone, room))
         if self._devices >= plan.mesh.world:
             return plan, code
-        try:
+        with self.ending(error, f"On {self._devices} devices the run"):
             if self._devices < 1:
                 raise JobError("no device is left")
             return self._options.replan(self._devices)
+
+    @contextmanager
+    def ending(self, error: PiperError, what: str = "The run") -> Iterator[None]:
+        """Raise the error of an attempt again where what is tried inside, to go on, fails."""
+        try:
+            yield
         except PiperError as none:
-            raise self._ended(error, f"On {self._devices} devices the run cannot go on: {none}") from none
+            raise self._ended(error, f"{what} cannot go on: {none}") from none
 
     def goes_on(self, error: PiperError, resumed: int, plan: Plan, where: str) -> None:
         """Note that the run goes on with a step, and say so; `where` says from which state."""
-        restart = Restart(self.next, type(error).__name__, str(error), lost(error), resumed, plan.mesh.world)
+        restart = Restart(self.next, type(error).__name__, str(error), lost(error), resumed, plan.mesh.world, source=where)
         self.restarts.append(restart)
         fewer = f" on {plan.mesh}" if self.replans else ""
         warnings.warn(

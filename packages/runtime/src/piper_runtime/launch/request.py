@@ -7,6 +7,7 @@ import pickle
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.restoring import restore_of
 from piper_runtime.checkpoint.saved_run import SavedRun
+from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.launch.protocol import Request
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
@@ -17,8 +18,9 @@ from piper_runtime.weights import part_of
 
 
 def make_requests(
-    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, saved: SavedRun | None = None
-) -> dict[int, Request]:
+    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions,
+    saved: SavedRun | HostSnapshot | None = None,
+) -> dict[int, Request]:  # fmt: skip
     """Return the request of each rank; raise JobError when the job's callables cannot leave this process.
 
     The ranks of a role share one object, so that a launcher can send it once to each machine. They go on from

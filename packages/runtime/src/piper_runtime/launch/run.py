@@ -17,6 +17,7 @@ from piper_runtime.launch.progress import OnStep
 from piper_runtime.launch.recovery import OnRestart, Recovery, RecoveryOptions, Replan
 from piper_runtime.launch.result import Run, check_numbers
 from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.launch.survivors import survivors
 from piper_runtime.launch.torchrun import is_active
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.feed import check_loader
@@ -55,8 +56,9 @@ def execute(
         loader: who calls Job.batch, one step ahead at most: "thread" (a thread of the rank, once the function has
             turned out to take a share of the step), "processes" or a number (so many processes per rank, from the
             start), or "none" (the issuing thread, when a microbatch is loaded; as with "inline" always).
-        restarts: how many times the run is started again after a rank died, raised or hung: from the newest complete
-            checkpoint of `checkpoint`, else from where this call began.
+        restarts: how many times the run is started again after a rank died, raised or hung: from host snapshots of the
+            ranks that are left, if `checkpoint` asks for them and they have all of the state, else from the newest
+            complete checkpoint, else from where this call began.
         replan: gives a plan for fewer ranks, where ranks that died took their devices with them.
         on_restart: called when a run that failed is about to go on.
         spares: with "ray", for how many more ranks room is kept, which take the places of ranks that die.
@@ -83,8 +85,11 @@ def execute(
         steps, timeout_s, trace, memory, gradients, ranges, on_step is not None or restarts > 0, begin.step, begin.checkpoint,
         loader,
     )  # fmt: skip
-    with workers_of(launcher, plan.mesh.world, cluster, spares, pool) as workers:
-        attempts = Attempts(job, initial, begin, options, workers)
+    with (
+        survivors(checkpoint, recovering.restarts) as kept,
+        workers_of(launcher, plan.mesh.world, cluster, spares, pool) as workers,
+    ):
+        attempts = Attempts(job, initial, begin, options, workers, kept)
         recovery = Recovery(recovering, begin.step, on_step, attempts.devices(plan, spares))
         return attempts.run(plan, code, recovery)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from piper_runtime.checkpoint.host_snapshots import SnapshotOptions
 from piper_runtime.checkpoint.settings import Checkpoints
 
 
@@ -22,6 +23,7 @@ class RunOptions:
         first_step: the number of the first of these steps.
         checkpoint: where and how often the state is saved; None: never.
         loader: who calls the batch function, see `piper_runtime.launch.execute`.
+        snapshots: where and how often ranks copy their state to memory of the machine; None: never.
     """
 
     steps: int
@@ -34,6 +36,7 @@ class RunOptions:
     first_step: int = 0
     checkpoint: Checkpoints | None = None
     loader: str | int = "thread"
+    snapshots: SnapshotOptions | None = None
 
     @property
     def numbers(self) -> range:

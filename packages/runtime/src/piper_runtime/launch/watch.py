@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+import warnings
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import piper_ir.errors
-from piper_ir.errors import ExecutionError, HangError, PiperError, RankError
+from piper_ir.errors import ExecutionError, HangError, PiperError, PiperWarning, RankError
 from piper_ir.ops import COMM
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP
 from piper_runtime.launch.progress import Progress
-from piper_runtime.launch.protocol import Failure
+from piper_runtime.launch.protocol import Failure, Notice
 from piper_runtime.launch.report import StepDone
 
 STARTUP_S = 120.0
@@ -37,8 +38,8 @@ class WatchedTeam(Protocol):
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         """Return the messages of these ranks as (rank, message), at least one unless `seconds` pass first.
 
-        A message is a StepDone, a SaveDone, a Failure, None when the worker has ended, or the answer to its request;
-        after the last three a rank says no more.
+        A message is a StepDone, a SaveDone, a Notice, a Failure, None when the worker has ended, or the answer to its
+        request; after the last three a rank says no more.
         """
 
     def heart(self, rank: int) -> Sequence[int]:
@@ -76,6 +77,9 @@ class Watch:
                     continue
                 if isinstance(message, SaveDone):
                     progress.saved(message)
+                    continue
+                if isinstance(message, Notice):
+                    warnings.warn(message.text, PiperWarning, stacklevel=2)
                     continue
                 waiting.discard(rank)
                 if message is None or isinstance(message, Failure):

@@ -7,19 +7,21 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.tools import user_line
+from piper_runtime.checkpoint.exact_params import keep_exact
+from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, announce
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore
 from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
 from piper_runtime.engine.streams import HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP, Heartbeat
-from piper_runtime.launch.protocol import Failure, Request
+from piper_runtime.launch.protocol import Failure, Notice, Request
 from piper_runtime.launch.report import RankReport, measured_counter
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.timed_rank import EmulationRequest, emulate_rank
@@ -92,7 +94,7 @@ def perform(context: WorkerContext, request: object) -> Any:
 
 
 def run(context: WorkerContext, request: Request) -> RankReport:
-    """Bind the plan, bring the rank to the state of a checkpoint if there is one, and run its steps."""
+    """Bind the plan, bring the rank to a saved state if there is one, and run its steps."""
     rank, heart = context.rank, context.heart
     plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
@@ -106,7 +108,12 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None
+    if options.snapshots is not None and not announce(rank, options.snapshots):
+        context.tell(Notice(f"rank {rank} is on another machine than the launcher: no host snapshots are used"))
+        options = replace(options, snapshots=None)
     bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
+    if options.checkpoint is not None or request.restore is not None:
+        keep_exact(bound, request.params, share=options.snapshots is None, restored=request.restore is not None)
     if request.restore is not None:
         restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
     streams = plan.role_of(rank).streams
@@ -124,6 +131,9 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
     name = named_instructions if options.ranges else None
     backend, engine = connected(bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name)
     saver = None if options.checkpoint is None else RankSaver(bound, options.checkpoint, context.tell, _saving(heart))
+    copier = None
+    if options.snapshots is not None:
+        copier = SnapshotWriter(bound, options.snapshots, lambda text: context.tell(Notice(text)))
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
@@ -137,6 +147,8 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
         done = report.end_step(bound)
         if options.stream:
             context.tell(done)
+        if copier is not None:
+            copier.step_done(step + 1)
         if saver is not None:
             saver.step_done(step + 1)
             heart[PHASE] = RUNNING

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from piper_runtime.checkpoint.host_snapshots import drop_snapshots
 from piper_runtime.engine.streams import HEART_SLOTS, Heartbeat
 from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.worker import WorkerContext, answer, warm_up
@@ -40,7 +41,10 @@ def serve(setup: Setup) -> None:
     def tell(message: Any) -> None:
         said = pickle.dumps(message, protocol=5)
         with speaking:
-            pipe.send_bytes(said)
+            try:
+                pipe.send_bytes(said)
+            except BrokenPipeError:
+                _leave(Path(setup.store).parent, 1)
 
     context = WorkerContext(setup.rank, communicators, _heart(setup), tell)
     warm_up()
@@ -63,17 +67,28 @@ def _heart(setup: Setup) -> Heartbeat:
 
 
 def _end_with(lifeline: int, folder: Path) -> None:
-    """Wait for the launcher's end, after which it can no longer remove the shared files."""
+    """Wait for the launcher's end."""
     os.read(lifeline, 1)
+    _leave(folder, 1)
+
+
+_leaving = threading.Lock()
+
+
+def _leave(folder: Path, code: int) -> NoReturn:
+    """Remove the shared files, which nobody else does now that the launcher has ended, and end the process.
+
+    Several threads may notice it; the first one does all.
+    """
+    _leaving.acquire()
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    drop_snapshots()
+    # Idle threads of communicators have no orderly end.
+    os._exit(code)
 
 
 def main(setup: Setup) -> NoReturn:
     """Serve a rank, and end the process."""
     serve(setup)
     sys.stdout.flush()
-    # The launcher is done with its workers, or dead; in the second case nobody else removes the shared files.
-    shutil.rmtree(Path(setup.heart).parent, ignore_errors=True)
-    # Idle threads of communicators have no orderly end.
-    os._exit(0)
+    _leave(Path(setup.heart).parent, 0)

@@ -6,7 +6,9 @@ import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -52,12 +54,10 @@ def load_step(code: StepSource, device: str | torch.device = "cpu", given: Mappi
     Raises FormatError when there is no function `step`, or when it calls an operator that is not registered in this
     process.
     """
-    name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
-    linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device), **(given or {})}
     namespace |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()}
     try:
-        exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
+        exec(_compiled(code.source), namespace)  # the source comes from our own code generator
     except AttributeError as e:
         raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
     if not callable(namespace.get("step")):
@@ -65,6 +65,14 @@ def load_step(code: StepSource, device: str | torch.device = "cpu", given: Mappi
     namespace |= {k: DIRECT[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in DIRECT}
     step: StepFunction = namespace["step"]
     return step
+
+
+@lru_cache(maxsize=1024)
+def _compiled(source: str) -> CodeType:
+    """Return the code object of a source; ranks of one process, and runs of one session, share it."""
+    name = f"<piper step {sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    return compile(source, name, "exec")
 
 
 def missing_operators(code: ExportedCode) -> set[str]:

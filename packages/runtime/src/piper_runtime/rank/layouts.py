@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from piper_ir.layout import Layout, places
+from piper_ir.layout import DimPart, Layout, places
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
+from piper_runtime.weights import LazyTensors
 
 
 def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -38,6 +41,53 @@ def joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
     return torch.stack(split, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
 
 
+@dataclass(frozen=True, slots=True)
+class ElementRun:
+    """Say that elements of a part lie one behind the other in the whole tensor, both in row-major order."""
+
+    own: int
+    whole: int
+    numel: int
+
+
+def runs(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int) -> Iterator[ElementRun]:
+    """Yield where the elements [begin, end) of a rank's part of this shape lie in the whole tensor."""
+    there = places(layout, mesh, rank)
+    unit = min((shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there), default=prod(shape))
+    found: ElementRun | None = None
+    at = begin
+    while at < end:
+        numel = min(unit - at % unit, end - at)
+        first = _in_whole(shape, there, at)
+        if found is not None and found.whole + found.numel == first:
+            found = ElementRun(found.own, found.whole, found.numel + numel)
+        else:
+            if found is not None:
+                yield found
+            found = ElementRun(at, first, numel)
+        at += numel
+    if found is not None:
+        yield found
+
+
+def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], at: int) -> int:
+    """Return where an element of a part is in the whole tensor."""
+    sizes = list(shape)
+    index: list[int] = []
+    for size in reversed(sizes):
+        at, k = divmod(at, size)
+        index.insert(0, k)
+    for part, degree, place in reversed(there):
+        rest = sizes[part.dim] // part.outer
+        outer, inner = divmod(index[part.dim], rest)
+        index[part.dim] = (outer * degree + place) * rest + inner
+        sizes[part.dim] *= degree
+    found = 0
+    for size, k in zip(sizes, index, strict=True):
+        found = found * size + k
+    return found
+
+
 class OwnParts(Mapping[str, torch.Tensor]):
     """Give a rank's parts of tensors, each taken when it is asked for."""
 
@@ -45,7 +95,21 @@ class OwnParts(Mapping[str, torch.Tensor]):
         self._whole, self._layouts, self._mesh, self._rank = whole, layouts, mesh, rank
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return part_of(self._whole[name], self._layouts.get(name, ()), self._mesh, self._rank)
+        layout = self._layouts.get(name, ())
+        if layout and isinstance(self._whole, LazyTensors) and self._whole.in_file(name):
+            return self._read(self._whole, name, layout)
+        return part_of(self._whole[name], layout, self._mesh, self._rank)
+
+    def _read(self, files: LazyTensors, name: str, layout: Layout) -> torch.Tensor:
+        """Return a part of a tensor of a file, of which only its bytes are read."""
+        shape = list(files.forms[name].shape)
+        for part, degree, _ in places(layout, self._mesh, self._rank):
+            shape[part.dim] //= degree
+        found = [
+            files.flat(name, run.whole, run.whole + run.numel)
+            for run in runs(shape, layout, self._mesh, self._rank, 0, prod(shape))
+        ]
+        return torch.cat(found).view(shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._whole

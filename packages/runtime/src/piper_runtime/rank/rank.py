@@ -92,6 +92,7 @@ class Rank(RankState):
     ):  # fmt: skip
         super().__init__(plan, rank, code, job, params, buffers, probe, device, numbers)
         behind = own_waits(self.role.program)
+        self._peers: dict[str, tuple[int, ...]] = {}
         self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
 
     def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> BoundInstr:
@@ -107,8 +108,10 @@ class Rank(RankState):
             raise PlanError(
                 f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
             )
-        peers = self.plan.peers(self.plan.channel(op.channel), self.rank)
-        return BoundComm(comm_kind(op), op.channel, peers, self.binder.operand(part, self), bind_result(part, self))
+        if op.channel not in self._peers:
+            self._peers[op.channel] = self.plan.peers(self.plan.channel(op.channel), self.rank)
+        peers, operand = self._peers[op.channel], self.binder.operand(part, self)
+        return BoundComm(comm_kind(op), op.channel, peers, operand, bind_result(part, self))
 
     def _work(self, instr: Instr) -> Thunk:
         parts = [self.binder.part(p, self) for p in instr.parts]

@@ -88,7 +88,6 @@ class RankState:
 
     `exchange` is set by the engine that runs the rank; `counts` says that the rank is the first of those that share its
     chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer state.
-    `restored` says that the state is that of a checkpoint, and not of the job.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class RankState:
         self.buffer_mb: dict[str, int] = {}
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], None] = _nothing
-        self.restored = False
         with torch.no_grad():
             self.store = Store(plan, rank, own_parts(plan, rank, params), buffers, device)
             self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
@@ -146,9 +144,14 @@ class RankState:
         return out
 
     @cached_property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that parameters have on this rank."""
+        return {p.name: tuple(bind(d, 0) for d in p.spec.shape) for p in self.plan.params}
+
+    @cached_property
     def place_of(self) -> dict[str, PlaceInBucket]:
         """Return where each parameter stands in its bucket."""
-        specs = {p.name: tuple(bind(d, 0) for d in p.spec.shape) for p in self.plan.params}
+        specs = self.own_shapes
         return {
             name: PlaceInBucket(b.id, specs[name], torch.empty(specs[name], device="meta").stride(), offset)
             for b in self.store.buckets
@@ -159,13 +162,14 @@ class RankState:
         """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU.
 
         Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
-        another dtype and not `restored`: the job has it as it was made.
+        a narrower dtype only: the job has it as it was made, or another rank as it was saved.
         """
-        exact = {getattr(torch, b.dtype) for b in self.plan.buckets}
+        dtypes = {getattr(torch, b.dtype) for b in self.plan.buckets}
         bucketed = {name for bucket in self.store.buckets for name in bucket.params}
         lone = {n: t for n, t in self.store.params.items() if n not in bucketed}
-        whole = {n: t for n, t in lone.items() if self.restored or t.dtype in exact or not t.is_floating_point()}
-        return {n: t.to(CPU, copy=True) for n, t in {**whole, **self.store.masters, **self.store.buffers}.items()}
+        whole = {n: t for n, t in lone.items() if not dtypes or t.dtype in dtypes or not t.is_floating_point()}
+        held = {**whole, **self.store.exact, **self.store.masters, **self.store.buffers}
+        return {n: t.to(CPU, copy=True) for n, t in held.items()}
 
     def shared_states(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's parts of the parameters that ranks share, by bucket, on the CPU."""

@@ -44,9 +44,10 @@ def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] |
         if tied.get(name) != found.get(name):
             now, then = (f"is tied to {t[name]!r}" if name in t else "is a parameter of its own" for t in (found, tied))
             yield f"has {name!r} that {now}; in the compiled one it {then}"
+    trained_now = initial.trainable
     for p in plan.params:
         compiled = p.name in trainable if trainable is not None else p.trained
-        made = p.name in initial.trainable
+        made = p.name in trained_now
         if made != compiled and (compiled or trainable is not None):
             yield f"has parameter {p.name!r} with requires_grad={made}; in the compiled one it has requires_grad={compiled}"
 

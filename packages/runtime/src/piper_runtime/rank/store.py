@@ -21,8 +21,9 @@ class Store:
     (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. Where ranks share a bucket,
     a flat tensor may be this rank's part alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
     are its parts of them. Its optimizer updates `own_masters`: `own_params` themselves, or others in a wider dtype,
-    from which `copy_masters` writes those. `masters` are their views by name, where they are whole. The store copies
-    its arguments.
+    from which `copy_masters` writes those. `masters` are their views by name, where they are whole. `exact` are frozen
+    parameters as the job has them, on the host, where a rank that saves them holds them in a narrower dtype. The store
+    copies its arguments.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Store:
         self.own_grads: dict[str, torch.Tensor] = {}
         self.masters: dict[str, torch.Tensor] = {}
         self.own_masters: dict[str, torch.Tensor] = {}
+        self.exact: dict[str, torch.Tensor] = {}
         self._mesh, self._rank = plan.mesh, rank
         self._shape_of = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
         self._given = params

@@ -58,6 +58,10 @@ class LazyTensors(Mapping[str, Tensor]):
             return self._files[name].flat(start, stop).to(self.forms[name].dtype)
         return self[name].reshape(-1)[start:stop].clone()
 
+    def in_file(self, name: str) -> bool:
+        """Return whether a tensor is read from a file, of which any range costs its bytes alone."""
+        return name in self._files
+
     def part(self, names: Iterable[str]) -> LazyTensors:
         """Return these tensors alone, with no more than they need: this is what is sent to a rank."""
         forms = {name: self.forms[name] for name in names}

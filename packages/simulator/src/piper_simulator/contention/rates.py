@@ -114,6 +114,14 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
     return rates
 
 
+@dataclass(slots=True, eq=False)
+class _Link:
+    """Track the load of a resource, and the messages under way that use it."""
+
+    load: float = 0.0
+    users: dict[int, RunningMessage] = field(default_factory=dict)
+
+
 class SharedPool:
     """Hold the activities under way on all devices.
 
@@ -124,8 +132,8 @@ class SharedPool:
         self._sooner = sooner
         self._computing: list[Activity | None] = [None] * roles
         self._beside: list[dict[int, RunningMessage]] = [{} for _ in range(roles)]
-        self._users: dict[int, dict[int, RunningMessage]] = {}
-        self._load: dict[int, float] = {}
+        self._links: dict[int, _Link] = {}
+        self._shares: dict[int, list[tuple[_Link, float]]] = {}  # by flow
         self._known: dict[tuple[int, ...], list[float]] = {}
 
     def compute(self, role: int, seconds: float, now: float) -> Activity:
@@ -142,62 +150,65 @@ class SharedPool:
         """Begin a message."""
         found = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
         crowded = False
-        for r, share in flow.shares.items():
-            self._users.setdefault(r, {})[flow.id] = found
-            load = self._load[r] = self._load.get(r, 0.0) + share
-            crowded = crowded or load > _FULL
+        for link, share in self._shares_of(flow):
+            link.users[flow.id] = found
+            link.load += share
+            crowded = crowded or link.load > _FULL
         for role in flow.takes:
             self._beside[role][flow.id] = found
-        touched = dict.fromkeys(flow.takes)
-        if crowded:
-            touched.update(self._share(self._crowd(found), now))
-        self._slow(touched, now)
+        self._slow(dict.fromkeys(flow.takes) | self._share({flow.id: found}, now) if crowded else flow.takes, now)
         return found
 
     def arrived(self, message: RunningMessage, now: float) -> None:
         """End a message."""
         flow = message.flow
         relieved: dict[int, RunningMessage] = {}
-        for r, share in flow.shares.items():
-            users, load = self._users[r], self._load[r]
-            del users[flow.id]
-            self._load[r] = load - share if users else 0.0
+        for link, share in self._shares_of(flow):
+            load = link.load
+            del link.users[flow.id]
+            link.load = load - share if link.users else 0.0
             if load > _FULL:
-                relieved.update(users)
+                relieved.update(link.users)
         for role in flow.takes:
             del self._beside[role][flow.id]
-        touched = dict.fromkeys(flow.takes)
-        while relieved:
-            crowd = self._crowd(next(iter(relieved.values())))
-            touched.update(self._share(crowd, now))
-            for i in crowd:
-                relieved.pop(i, None)
-        self._slow(touched, now)
+        self._slow(dict.fromkeys(flow.takes) | self._share(relieved, now) if relieved else flow.takes, now)
+
+    def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:
+        """Return what a flow takes of each of its links."""
+        found = self._shares.get(flow.id)
+        if found is None:
+            found = [(self._links.setdefault(r, _Link()), share) for r, share in flow.shares.items()]
+            self._shares[flow.id] = found
+        return found
 
     def _crowd(self, message: RunningMessage) -> dict[int, RunningMessage]:
         """Return the messages tied to a message by scarce resources; no others matter to their rates."""
         crowd = {message.flow.id: message}
         queue = [message]
-        seen: set[int] = set()
+        seen: set[_Link] = set()
         while queue:
-            for r in queue.pop().flow.shares:
-                if r not in seen and self._load[r] > _FULL:
-                    seen.add(r)
-                    more = {i: m for i, m in self._users[r].items() if i not in crowd}
-                    crowd.update(more)
-                    queue.extend(more.values())
+            for link, _ in self._shares[queue.pop().flow.id]:
+                if link.load > _FULL and link not in seen:
+                    seen.add(link)
+                    more = [m for i, m in link.users.items() if i not in crowd]
+                    crowd.update([(m.flow.id, m) for m in more])
+                    queue += more
         return crowd
 
-    def _share(self, crowd: dict[int, RunningMessage], now: float) -> dict[int, None]:
-        """Give a crowd its fair rates, and return the roles of messages whose rate changed."""
-        key = tuple(sorted(crowd))
-        if key not in self._known:
-            self._known[key] = fair_rates([crowd[i].flow for i in key])
+    def _share(self, messages: dict[int, RunningMessage], now: float) -> dict[int, None]:
+        """Give messages and those tied to them their fair rates; return the roles of those whose rate changed."""
         touched: dict[int, None] = {}
-        for i, rate in zip(key, self._known[key], strict=True):
-            if rate != crowd[i].rate:
-                self._change(crowd[i], rate, now)
-                touched.update(dict.fromkeys(crowd[i].flow.takes))
+        while messages:
+            crowd = self._crowd(next(iter(messages.values())))
+            key = tuple(sorted(crowd))
+            rates = self._known.get(key)
+            if rates is None:
+                rates = self._known[key] = fair_rates([crowd[i].flow for i in key])
+            for i, rate in zip(key, rates, strict=True):
+                if rate != crowd[i].rate:
+                    self._change(crowd[i], rate, now)
+                    touched.update(dict.fromkeys(crowd[i].flow.takes))
+                messages.pop(i, None)
         return touched
 
     def _left_over(self, role: int) -> float:

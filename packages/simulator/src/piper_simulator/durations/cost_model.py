@@ -8,9 +8,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 from piper_ir.costs import Costs
+from piper_ir.instr_table import InstrTable
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
@@ -63,8 +65,8 @@ class CostModel(Protocol):
     Attributes:
         issue_s: host seconds per instruction, beside the device.
         uniform: whether an instruction's duration depends neither on its position in its role's program nor on its
-            microbatch. A search then asks once for all equal microbatches, which is faster. Piper's own model says True
-            on most clusters, and so does a class that inherits from it, unless it sets False again.
+            microbatch. Searches and simulations then ask once for all equal microbatches, which is faster. Piper's own
+            model says True on most clusters, and so does a class that inherits from it, unless it sets False again.
         bounds_steps: whether a search may ask for single steps before there is a plan, to leave out candidates that are
             too slow. The attribute of the class, or of the function that makes models, counts. It promises three
             things: the model can be made of a plan that has chunks only, and no roles; `work` answers there, for a role
@@ -91,6 +93,14 @@ CostModelFactory = Callable[[Plan, Cluster | None, Costs | None], CostModel]
 
 The plan may have more roles than the user's: ranks that differ are apart (`piper_simulator.times.splitting`).
 """
+
+
+def work_of(model: CostModel, role: RolePlan) -> list[Work]:
+    """Return the work of each instruction of a role, asked for once for equal ones where the model is uniform."""
+    program = role.program
+    if model.uniform and isinstance(program, InstrTable):
+        return program.each(partial(model.work, role))
+    return [model.work(role, instr) for instr in program]
 
 
 def given_only(plan: Plan) -> bool:

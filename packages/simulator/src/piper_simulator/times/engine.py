@@ -1,19 +1,21 @@
-"""Run plans by events: one SimPy process per stream of each role, and one per host.
+"""Run plans by events: each stream of each role goes on by itself, from one SimPy event to the next.
 
 The rules are those of `piper_ir.timing`, which sweeps the same plan in a fixed order instead; a property test holds the
 two against each other. With `flows`, what runs at the same time slows each other down: an instruction then takes its
 duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no contention.
 
-The engine is deterministic: processes start in plan order, and SimPy handles events of one moment in the order in which
+The engine is deterministic: streams start in plan order, and SimPy handles events of one moment in the order in which
 they were made.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import accumulate, repeat
 
 from simpy import Environment, Event
 from simpy.events import Timeout
@@ -21,9 +23,8 @@ from simpy.events import Timeout
 from piper_ir.steady_state import host_seconds, later_half, steady
 from piper_ir.timing import Prepared, Times, after_updates
 from piper_simulator.contention.loads import Piece
-from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
-
-Running = Generator[Event, None, None]
+from piper_simulator.contention.rates import Flow
+from piper_simulator.times.shared_activities import SharedActivities
 
 
 def run_engine(
@@ -43,9 +44,14 @@ def run_engine(
     load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
     pieces of the nodes with messages inside of their steps, which share links like others.
     """
-    engine = _Engine(prepared, durations, latency, issue, steps, flows, inside or {})
+    n = len(prepared)
+    times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
+    engine = _Engine(prepared, durations, latency, issue, steps, flows, times, inside)
+    engine.start()
     engine.env.run()
-    return engine.finish()
+    engine.finish()
+    engine.drop()
+    return times
 
 
 PERIOD_STEPS = 6, 16
@@ -66,26 +72,67 @@ def period(
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
     less to share with. Where a stream runs so far ahead that hardly any step is left, all count.
     """
-    last = [nodes[-1] for nodes in prepared.streams]
     host = host_seconds(prepared, issue)
-    if not last:
+    if not prepared.streams:
         return 0.0
     for steps in PERIOD_STEPS:
-        times = run_engine(prepared, durations, latency=latency, issue=issue, steps=steps, flows=flows, inside=inside)
-        ends = [[t.end[x] for x in last] for t in times]
-        history = [row for row in ends if max(row) <= min(ends[-1])]
-        for n in range(1, len(history) + 1):
-            if (found := steady(history[:n], host, tolerance=1e-9)) is not None:
-                return found
-    return later_half(history if len(history) > len(ends) // 2 else ends, host)
+        engine = _Engine(prepared, durations, latency, issue, steps, flows, (), inside)
+        ends = _StepEnds(engine.env, len(prepared.streams), steps, host)
+        engine.start(ends)
+        engine.env.run(until=ends.known)
+        engine.drop()
+        if ends.period_s is not None:
+            return ends.period_s
+    return later_half(ends.counted if len(ends.counted) > steps // 2 else ends.rows, host)
+
+
+class _StepEnds:
+    """Collect when each stream has ended each step, until steps repeat or all have ended.
+
+    Attributes:
+        rows: by step, the end of each stream.
+        counted: the first of these, as long as every stream had more to come when a step had ended everywhere.
+        known: happens when nothing more will be learnt.
+        period_s: the seconds per step once they repeat.
+    """
+
+    def __init__(self, env: Environment, streams: int, steps: int, host: float) -> None:
+        self.env, self.host = env, host
+        self.rows = [[0.0] * streams for _ in range(steps)]
+        self.counted: list[list[float]] = []
+        self.known = Event(env)
+        self.period_s: float | None = None
+        self._left = [streams] * steps
+        self._out = float("inf")  # when the first stream ended its last step
+
+    def ended(self, stream: int, step: int) -> None:
+        """Record that a stream has now ended a step."""
+        if self.known.triggered:
+            return
+        now, final = self.env.now, step + 1 == len(self.rows)
+        self.rows[step][stream] = now
+        self._left[step] -= 1
+        if final:
+            self._out = min(self._out, now)
+        if self._left[step]:
+            return
+        if now <= self._out:
+            self.counted.append(self.rows[step])
+            self.period_s = steady(self.counted, self.host, tolerance=1e-9)
+        if final or self.period_s is not None:
+            self.known.succeed()
 
 
 @dataclass(slots=True, eq=False)
 class _Counter:
-    """Count up, remember the times, and wake those who wait for a number."""
+    """Count the finished instructions of a stream, remember the times, and wake those who wait for a number.
 
-    at: list[float] = field(default_factory=list)
+    `pending` has those that have ended and are not done, oldest first, each with whether it is itself under way.
+    """
+
+    at: array[float] = field(default_factory=lambda: array("d"))
     waiting: dict[int, list[Event]] = field(default_factory=dict)
+    pending: deque[bool] = field(default_factory=deque)
 
     def count(self, now: float) -> None:
         self.at.append(now)
@@ -93,15 +140,11 @@ class _Counter:
             for event in self.waiting.pop(len(self.at), ()):
                 event.succeed()
 
-
-@dataclass(slots=True, eq=False)
-class _Stream(_Counter):
-    """Count the finished instructions of a stream for its waiters.
-
-    `pending` has those that have ended and are not done, oldest first, each with whether it is itself under way.
-    """
-
-    pending: deque[bool] = field(default_factory=deque)
+    def wake(self, number: int, env: Environment, go: Callable[[Event], None]) -> None:
+        """Call `go` when the count reaches a number."""
+        event = Event(env)
+        event.callbacks.append(go)
+        self.waiting.setdefault(number, []).append(event)
 
     def depart(self, env: Environment, latency: float) -> None:
         """Let a transfer leave the stream free for the next, and reach its waiters later."""
@@ -125,7 +168,6 @@ class _Meeting:
     env: Environment
     size: int
     p2p: bool
-    flow: Flow | None = None
     came: int = 0
     start: float = 0.0
     gate: Event | None = None
@@ -146,50 +188,118 @@ class _Meeting:
             gate.succeed()
 
 
-class _Shared:
-    """Run activities at the rates of a pool.
+_Need = tuple[_Counter, int, int]
+"""A counter and the number that it must reach, which grows by the third entry with each step."""
 
-    A timer whose activity became slower looks again at its new end; a timer after which a nearer one was set does
-    nothing.
+
+class _Stream:
+    """Run the instructions of one stream of a role, one after the other.
+
+    Attributes:
+        nodes: by instruction its node; likewise `needs`, `seconds` (its duration), `flows` (its load on links) and
+            `meetings` (its group's).
+        done: counts what waiters have seen done.
+        at: the index of the instruction that is next or runs, in step `step`.
+        began: when it began.
     """
 
-    def __init__(self, env: Environment, roles: int) -> None:
-        self.env = env
-        self.pool = SharedPool(roles, self._sooner)
-        self.ends: dict[Activity, tuple[Event, int]] = {}
+    def __init__(self, engine: _Engine, index: int) -> None:
+        self.engine, self.index, self.env = engine, index, engine.env
+        nodes = self.nodes = engine.prepared.streams[index]
+        self.role = engine.role_of(nodes[0])
+        self.issued, self.size = engine.issued[self.role] if engine.issued else None, engine.instructions(self.role)
+        self.first = engine.prepared.offsets[self.role]
+        self.needs = engine.needs(nodes)
+        self.seconds, self.flows, self.meetings = engine.work(nodes)
+        self.done = engine.counters[index]
+        self.at = self.step = 0
+        self.began = 0.0
+        self.times = engine.times[0] if engine.times else None
 
-    def begin(self, role: int, seconds: float, flow: Flow | None) -> Event:
-        """Begin a message, or compute of a role, now; return the event of its end."""
-        now, pool = self.env.now, self.pool
-        activity = pool.compute(role, seconds, now) if flow is None else pool.message(flow, now)
-        event = Event(self.env)
-        self.ends[activity] = event, role
-        self._look(activity, activity.left / activity.rate)
-        return event
+    def go(self, _: Event | None = None) -> None:
+        """Go on until something must be waited for, which then calls this again."""
+        while self.at < len(self.nodes) or self._next_step():
+            at, node, ready = self.at, self.nodes[self.at], 0.0
+            if self.issued is not None:
+                ready = self.issued[node - self.first + self.step * self.size]
+                if ready > self.env.now:
+                    self._wait_until(ready)
+                    return
+            for counter, k, per_step in self.needs[at]:
+                if target := k + self.step * per_step:
+                    if len(counter.at) < target:
+                        counter.wake(target, self.env, self.go)
+                        return
+                    ready = max(ready, counter.at[target - 1])
+            if self.times is not None:
+                self.times.ready[node] = ready
+            meeting, duration = self.meetings[at], self.seconds[at]
+            if meeting is not None and (gate := meeting.come()) is not None:
+                gate.callbacks.append(self._met)
+                return
+            self.began = self.env.now
+            if not duration:
+                self._end()
+            elif self.engine.shared is None:
+                Timeout(self.env, duration).callbacks.append(self._ended)
+                return
+            else:
+                pieces = self.engine.inside.get(node) or ((duration, self.flows[at]),)
+                self.engine.shared.run(self.role, pieces, self._ended)
+                return
 
-    def _look(self, activity: Activity, after: float) -> None:
-        activity.look = activity.end
-        timer = Timeout(self.env, after)
-        timer.callbacks.append(partial(self._due, activity, activity.look))
+    def _next_step(self) -> bool:
+        """Begin the next step, if there is one."""
+        self.at, self.step = 0, self.step + 1
+        if self.times is not None and self.step < self.engine.steps:
+            self.times = self.engine.times[self.step]
+        return self.step < self.engine.steps
 
-    def _sooner(self, activity: Activity) -> None:
-        self._look(activity, activity.end - self.env.now)
+    def _wait_until(self, moment: float) -> None:
+        """Go on at a moment, to the bit: a sum of floats is exact if neither is more than the other, or is 0."""
+        now = self.env.now
+        wait = moment - now
+        Timeout(self.env, wait if wait <= now or not now else 0.75 * wait).callbacks.append(self.go)
 
-    def _due(self, activity: Activity, at: float, _: Event) -> None:
-        if activity.look != at or activity not in self.ends:
-            return
-        if activity.end > at:
-            self._look(activity, activity.end - self.env.now)
-            return
-        event, role = self.ends.pop(activity)
-        if isinstance(activity, RunningMessage):
-            self.pool.arrived(activity, self.env.now)
+    def _ended(self, _: Event) -> None:
+        self._end()
+        self.go()
+
+    def _end(self) -> None:
+        """End an instruction that this stream has run."""
+        meeting = self.meetings[self.at]
+        if meeting is not None:
+            meeting.end(self.began)
+        self._leave(meeting)
+
+    def _met(self, _: Event) -> None:
+        """End an instruction that another member of its group has run."""
+        meeting = self.meetings[self.at]
+        assert meeting is not None, "only groups have a gate"
+        self.began = meeting.start
+        self._leave(meeting)
+        self.go()
+
+    def _leave(self, meeting: _Meeting | None) -> None:
+        """Leave the stream to the next instruction; a transfer arrives later."""
+        now, engine = self.env.now, self.engine
+        if self.times is not None:
+            node = self.nodes[self.at]
+            self.times.start[node], self.times.end[node] = self.began, now
+        if meeting is not None and meeting.p2p and engine.latency:
+            self.done.depart(self.env, engine.latency)
+        elif self.done.pending:
+            self.done.pending.append(False)
         else:
-            self.pool.computed(role)
-        event.succeed()
+            self.done.count(now)
+        self.at += 1
+        if engine.ends is not None and self.at == len(self.nodes):
+            engine.ends.ended(self.index, self.step)
 
 
 class _Engine:
+    """Hold the streams of a plan and what they have in common; `times` has an entry per step, or none."""
+
     def __init__(
         self,
         prepared: Prepared,
@@ -198,115 +308,73 @@ class _Engine:
         issue: float,
         steps: int,
         flows: Sequence[Flow] | None,
-        inside: Mapping[int, Sequence[Piece]],
+        times: Sequence[Times],
+        inside: Mapping[int, Sequence[Piece]] | None,
     ) -> None:
-        self.env = Environment()
-        self.inside = inside
-        self.prepared, self.durations, self.latency, self.issue = prepared, durations, latency, issue
-        n = len(prepared)
-        self.times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
-        self.streams = [_Stream() for _ in prepared.streams]
-        self.hosts = [_Counter() for _ in prepared.roles]
-        self.meetings = [_Meeting(self.env, len(g), p2p) for g, p2p in zip(prepared.groups, prepared.p2p)]
-        self.shared = None if flows is None else _Shared(self.env, len(prepared.roles))
-        for meeting, flow in zip(self.meetings, flows or ()):
-            meeting.flow = flow
-        self.place = [0] * n  # of a node on its stream, counted from 1
+        self.env, self.inside = Environment(), inside or {}
+        self.prepared, self.durations, self.latency, self.steps, self.times = prepared, durations, latency, steps, times
+        self.flows: Sequence[Flow | None] = [None] * len(prepared.groups) if flows is None else flows
+        self.shared = None if flows is None else SharedActivities(self.env, len(prepared.roles))
+        self.ends: _StepEnds | None = None
+        self.streams: list[_Stream] = []
+        self.counters = [_Counter() for _ in prepared.streams]
+        roles = range(len(prepared.roles) if issue else 0)
+        self.issued = [array("d", accumulate(repeat(issue, self.instructions(r) * steps))) for r in roles]
+        groups = zip(prepared.groups, prepared.p2p)
+        self.meetings = [_Meeting(self.env, len(g), p2p) if len(g) > 1 else None for g, p2p in groups]
+        self.place = array("q", [0]) * len(prepared)  # of a node on its stream, counted from 1
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
                 self.place[node] = k
-        if issue:
-            for r in range(len(self.hosts)):
-                self.env.process(self._host(r, steps))
-        for s in range(len(self.streams)):
-            self.env.process(self._stream(s))
 
-    def _host(self, r: int, steps: int) -> Running:
-        for _ in range(self._instructions(r) * steps):
-            yield Timeout(self.env, self.issue)
-            self.hosts[r].count(self.env.now)
+    def start(self, ends: _StepEnds | None = None) -> None:
+        """Let all streams go, in plan order."""
+        self.ends = ends
+        self.streams = [_Stream(self, s) for s in range(len(self.counters))]
+        for stream in self.streams:
+            stream.go()
 
-    def _instructions(self, r: int) -> int:
+    def drop(self) -> None:
+        """Let go of what is large: events that are left hold the streams, which hold each other."""
+        for stream in self.streams:
+            stream.needs, stream.seconds, stream.flows, stream.meetings = [], [], [], []
+        self.streams, self.counters, self.meetings, self.place = [], [], [], array("q")
+
+    def instructions(self, r: int) -> int:
+        """Return how many instructions a role has."""
         return self.prepared.offsets[r + 1] - self.prepared.offsets[r]
 
-    def _stream(self, s: int) -> Running:
-        env, stream, latency, shared = self.env, self.streams[s], self.latency, self.shared
-        nodes = self.prepared.streams[s]
-        role = self._role(nodes)
-        table = list(zip(nodes, self._needs(nodes), *self._work(nodes)))
-        for step, times in enumerate(self.times):
-            for node, needs, duration, meeting in table:
-                ready = 0.0
-                for counter, k, per_step in needs:
-                    target = k + step * per_step
-                    if not target:
-                        continue
-                    if len(counter.at) < target:
-                        event = Event(env)
-                        counter.waiting.setdefault(target, []).append(event)
-                        yield event
-                    at = counter.at[target - 1]
-                    if at > ready:
-                        ready = at
-                times.ready[node] = ready
-                if meeting is None:
-                    times.start[node] = env.now
-                    if shared is not None and node in self.inside:
-                        for seconds, flow in self.inside[node]:
-                            yield shared.begin(role, seconds, flow)
-                    elif duration:
-                        yield Timeout(env, duration) if shared is None else shared.begin(role, duration, None)
-                elif (gate := meeting.come()) is not None:
-                    yield gate
-                    times.start[node] = meeting.start
-                else:
-                    times.start[node] = env.now
-                    if duration:
-                        yield Timeout(env, duration) if shared is None else shared.begin(role, duration, meeting.flow)
-                    meeting.end(times.start[node])
-                times.end[node] = env.now
-                if latency and meeting is not None and meeting.p2p:
-                    stream.depart(env, latency)
-                elif stream.pending:
-                    stream.pending.append(False)
-                else:
-                    stream.count(env.now)
+    def role_of(self, node: int) -> int:
+        """Return the index of a node's role."""
+        return bisect_right(self.prepared.offsets, node) - 1
 
-    def _role(self, nodes: Sequence[int]) -> int:
-        return next(r for r, after in enumerate(self.prepared.offsets[1:]) if nodes[0] < after)
+    def work(self, nodes: Sequence[int]) -> tuple[list[float], list[Flow | None], list[_Meeting | None]]:
+        """Return for each node its duration (that of its group's first), its load, and its group's meeting, if any."""
+        group_of, groups, durations = self.prepared.group_of, self.prepared.groups, self.durations
+        own = [group_of[node] for node in nodes]
+        seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
+        return seconds, [None if g < 0 else self.flows[g] for g in own], [None if g < 0 else self.meetings[g] for g in own]
 
-    def _work(self, nodes: Sequence[int]) -> tuple[list[float], list[_Meeting | None]]:
-        """Return for each node its duration and its group's meeting; all members have the duration of the first."""
-        group_of, groups = self.prepared.group_of, self.prepared.groups
-        durations = [self.durations[node if group_of[node] < 0 else groups[group_of[node]][0]] for node in nodes]
-        return durations, [None if group_of[node] < 0 else self.meetings[group_of[node]] for node in nodes]
-
-    def _needs(self, nodes: Sequence[int]) -> list[list[tuple[_Counter, int, int]]]:
-        """Return for each node the counters that must reach a number, which grows by the third entry with each step."""
+    def needs(self, nodes: Sequence[int]) -> list[tuple[_Need, ...]]:
+        """Return what each node of a stream needs."""
         prepared = self.prepared
-        role = self._role(nodes)
-        first, size = prepared.offsets[role], self._instructions(role)
         before = after_updates(prepared).get(nodes[0])
-        out: list[list[tuple[_Counter, int, int]]] = []
-        for node in nodes:
-            needs: list[tuple[_Counter, int, int]] = [(self.hosts[role], node - first + 1, size)] if self.issue else []
-            for w in prepared.waits[node]:
-                s = prepared.stream_of[w]
-                needs.append((self.streams[s], self.place[w], len(prepared.streams[s])))
-            if node == nodes[0] and before is not None:  # the last that is computed in the step before
-                s = prepared.stream_of[before]
-                needs.append((self.streams[s], 0, len(prepared.streams[s])))
-            out.append(needs)
+        out = [tuple([self._need(w, self.place[w]) for w in prepared.waits[node]]) for node in nodes]
+        if before is not None:  # the last that is computed in the step before
+            out[0] += (self._need(before, 0),)
         return out
 
-    def finish(self) -> list[Times]:
+    def _need(self, node: int, place: int) -> _Need:
+        s = self.prepared.stream_of[node]
+        return self.counters[s], place, len(self.prepared.streams[s])
+
+    def finish(self) -> None:
+        """Enter into the times when nodes were done, and when hosts had issued everything."""
         for step, times in enumerate(self.times):
-            for s, nodes in enumerate(self.prepared.streams):
-                times_done = self.streams[s].at[step * len(nodes) : (step + 1) * len(nodes)]
-                for node, at in zip(nodes, times_done, strict=True):
+            for counter, nodes in zip(self.counters, self.prepared.streams):
+                done = counter.at[step * len(nodes) : (step + 1) * len(nodes)]
+                for node, at in zip(nodes, done, strict=True):
                     times.done[node] = at
-            if self.issue:
-                for r, host in enumerate(self.hosts):
-                    upto = (step + 1) * self._instructions(r)
-                    times.host[r] = host.at[upto - 1] if upto else 0.0
-        return self.times
+            for r, issued in enumerate(self.issued):
+                upto = (step + 1) * self.instructions(r)
+                times.host[r] = issued[upto - 1] if upto else 0.0

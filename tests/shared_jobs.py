@@ -1,0 +1,68 @@
+"""Jobs whose chunks devices share, and how each is compiled, run and judged against one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import piper
+from piper import Mesh
+from piper.api.compiling import Compiled
+from piper.models import GPTConfig, LlamaConfig
+from piper_compiler import Strategy
+from piper_runtime.launch.result import Run
+from piper_runtime.rank.job import Job
+from tests import models, parity
+from tests.compositions import adamw
+
+SIZES: dict[str, Any] = {
+    "llama": LlamaConfig(layers=4, width=32, heads=8, kv_heads=4, hidden=48, vocab=64, length=8),
+    "few_kv_heads": LlamaConfig(layers=2, width=32, heads=8, kv_heads=2, hidden=48, vocab=64, length=8, qk_norm=True),
+    "gpt": GPTConfig(layers=4, width=32, heads=4, vocab=64, length=8),
+}
+"""Models of the catalog; every other name is one of tests/models.py."""
+
+
+@functools.cache
+def job(name: str) -> Job:
+    """A job in float64 that trains with AdamW and clips."""
+    if name in SIZES:
+        made = piper.models.job(SIZES[name], global_batch=8, precision="float64")
+        return replace(made, optimizer=adamw, clip_norm=0.5)
+    found = models.case(name)
+    return Job(
+        lambda: found.model().double(),
+        lambda step, rows: models.cast(found.batch(step, rows), torch.float64),
+        found.loss,
+        adamw,
+        global_batch=8,
+        clip_norm=0.5,
+        seed=3,
+        precision=piper.Precision(params="float64"),
+    )
+
+
+@functools.cache
+def expected(name: str, replicas: int, microbatches: int, head: str) -> parity.Reference:
+    """What one device computes."""
+    return parity.reference(job(name), replicas=replicas, microbatches=microbatches, head=head)
+
+
+def compiled(name: str, mesh: Mesh, directives: Sequence[Any], *, stream: str = "", keep: bool = False) -> Compiled:
+    """A job whose chunks the devices along tp share, and further directives."""
+    return piper.compile(job(name), Strategy(mesh, [piper.shard(piper.where(), stream=stream, keep=keep), *directives]))
+
+
+def run(made: Compiled, *, launcher: str = "inline", steps: int = parity.STEPS, **more: Any) -> Run:
+    """A run of a few steps with its gradients."""
+    return piper.execute(made, steps=steps, launcher=launcher, gradients=True, **more)
+
+
+def assert_equal(name: str, made: Compiled, found: Run) -> None:
+    """A run is what one device computes."""
+    plan = made.plan
+    parity.assert_parity(found, expected(name, plan.replicas, plan.microbatches, plan.chunks[-1].id), label=f"{name} {plan.mesh}")
