@@ -55,9 +55,9 @@ def measure(name: str) -> Rate:
     def counted(*args: object, **kwargs: object) -> object:
         nonlocal count
         count += 1
-        return trace(*args, **kwargs)  # type: ignore[arg-type]  # what it is called with
+        return trace(*args, **kwargs)  # type: ignore[arg-type]  # those it was called with
 
-    codestore.trace_joint = counted  # type: ignore[assignment]
+    codestore.trace_joint = counted  # type: ignore[assignment]  # it calls the other
     try:
         made = shared_by(captured, (Sharding("tp", DEGREE, stream="tokens"),))
     finally:

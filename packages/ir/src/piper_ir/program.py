@@ -48,8 +48,7 @@ class Kernel:
         lowering: the implementation that flops and bytes assume, where the op has several that differ in them, else "".
         op: the operator's name, without the namespace aten or piper and without the _ of an in-place op.
         formula: False where the FLOPs of this op are unknown, and one per element is counted.
-        shared: among how many devices the work is shared of which this is one device's; all others that share the chunk
-            do the same as one of these.
+        shared: among how many devices the work is shared of which this is one device's.
     """
 
     kind: KernelKind
@@ -293,7 +292,7 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
                 chunk.random,
                 chunk.opaque,
                 chunk.keep,
-            )
+            )  # fmt: skip
         )
     return tuple(bound)
 

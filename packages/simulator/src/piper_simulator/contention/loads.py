@@ -16,7 +16,7 @@ from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.cost_model import StepMessages, Work
 from piper_simulator.durations.instances import meeting_inside
 
-Piece = tuple[float, Flow | None]
+TimedPiece = tuple[float, Flow | None]
 """A part of an instruction: seconds of compute, or a message with its seconds."""
 ROUNDS = 4
 """The most rounds of compute and messages as which an instruction is run.
@@ -35,7 +35,7 @@ class SharedFlows:
     """
 
     messages: Sequence[Flow]
-    inside: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
+    inside: Mapping[int, Sequence[TimedPiece]] = field(default_factory=dict)
 
     @property
     def slow_anything(self) -> bool:
@@ -52,7 +52,7 @@ def all_loads(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wirin
     loads = PlanLoads(plan, prepared.roles, wires, [(channels[role, axis], op) for role, axis, op in sorted(within)])
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     messages = [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]
-    known: dict[tuple[str, float, tuple[StepMessages, ...]], Sequence[Piece]] = {}
+    known: dict[tuple[str, float, tuple[StepMessages, ...]], Sequence[TimedPiece]] = {}
     pieces = {}
     for role, node in inside:
         key = role, work[node].seconds, work[node].inside
@@ -69,10 +69,10 @@ def _nodes(prepared: Prepared) -> Iterator[tuple[str, int]]:
             yield role, node
 
 
-def _pieces(work: Work, flows: Sequence[Flow]) -> Sequence[Piece]:
+def _pieces(work: Work, flows: Sequence[Flow]) -> Sequence[TimedPiece]:
     """Return an instruction as rounds of compute and of the messages inside, whose loads are given."""
     rounds = min(ROUNDS, max([m.count for m in work.inside]))
-    once: list[Piece] = [(max(0.0, work.seconds - work.inside_s) / rounds, None)]
+    once: list[TimedPiece] = [(max(0.0, work.seconds - work.inside_s) / rounds, None)]
     for flow in flows:
         part = replace(flow, seconds=flow.seconds / rounds)
         once.append((part.seconds, part))

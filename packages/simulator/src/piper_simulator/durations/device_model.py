@@ -5,8 +5,8 @@ else is one kernel that moves bytes of memory. A role's instructions take as lon
 its messages as long as the slowest instance of their channel. `simulate` passes roles whose ranks are alike
 (`piper_simulator.times.splitting`).
 
-A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other. Measured
-durations of such steps are those of the kernels.
+A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other.
+Measured durations of such steps are those of the kernels.
 
 Where the host is the device (a CPU), the processor time of a message delays the computation that is issued next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it.

@@ -22,7 +22,7 @@ from simpy.events import Timeout
 
 from piper_ir.steady_state import host_seconds, later_half, steady
 from piper_ir.timing import Prepared, Times, after_updates
-from piper_simulator.contention.loads import Piece
+from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.shared_activities import SharedActivities
 
@@ -35,7 +35,7 @@ def run_engine(
     issue: float = 0.0,
     steps: int = 1,
     flows: Sequence[Flow] | None = None,
-    inside: Mapping[int, Sequence[Piece]] | None = None,
+    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
 ) -> list[Times]:
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
@@ -65,7 +65,7 @@ def period(
     *,
     latency: float,
     issue: float,
-    inside: Mapping[int, Sequence[Piece]] | None = None,
+    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
 ) -> float:
     """Return the period as `piper_ir.steady_state.period` does, but under contention.
 
@@ -309,7 +309,7 @@ class _Engine:
         steps: int,
         flows: Sequence[Flow] | None,
         times: Sequence[Times],
-        inside: Mapping[int, Sequence[Piece]] | None,
+        inside: Mapping[int, Sequence[TimedPiece]] | None,
     ) -> None:
         self.env, self.inside = Environment(), inside or {}
         self.prepared, self.durations, self.latency, self.steps, self.times = prepared, durations, latency, steps, times

@@ -8,7 +8,7 @@ from functools import partial
 from simpy import Environment, Event
 from simpy.events import Timeout
 
-from piper_simulator.contention.loads import Piece
+from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
 
 
@@ -24,8 +24,8 @@ class SharedActivities:
         self.pool = SharedPool(roles, self._sooner)
         self.ends: dict[Activity, tuple[Callable[[Event], None], int]] = {}
 
-    def run(self, role: int, pieces: Sequence[Piece], ended: Callable[[Event], None]) -> None:
-        """Run pieces of compute and messages of a role, one after the other; `ended` is called at the end of the last."""
+    def run(self, role: int, pieces: Sequence[TimedPiece], ended: Callable[[Event], None]) -> None:
+        """Run pieces of compute and messages of a role, one after the other; `ended` is called at the end."""
         (seconds, flow), *others = pieces
         self.begin(role, seconds, flow, (lambda _: self.run(role, others, ended)) if others else ended)
 

@@ -8,8 +8,8 @@ and new ones by the colours of their neighbours, until no class falls apart any 
 the same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages get equal
 ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
 
-Ranks that share the work of chunks meet inside of every step. So they are a unit (`piper_simulator.durations.instances`),
-which is as slow as the slowest of them, and never fall apart.
+Ranks that share the work of chunks meet inside of every step. So they are a unit
+(`piper_simulator.durations.instances`), which is as slow as the slowest of them, and never fall apart.
 
 The split plan is a plan of the same ranks, in which each class is a role, and the instances of a channel that meet in
 the same classes are a channel. It is for timing only: memory, buckets and execution are those of the plan itself.
