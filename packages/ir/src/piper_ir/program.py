@@ -288,11 +288,8 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
                 outputs,
                 ports[id(chunk.ports)],
                 bound_steps,
-                chunk.code,
-                chunk.random,
-                chunk.opaque,
-                chunk.keep,
-            )  # fmt: skip
+                *(chunk.code, chunk.random, chunk.opaque, chunk.keep),
+            )
         )
     return tuple(bound)
 
