@@ -19,6 +19,7 @@ from piper.cli import app
 from piper_autotune.problem import Programs, wanted_by
 from piper_autotune.sketch import Sketches
 from piper_compiler import directive, shardings_of, site_field
+from piper_compiler.durations import LINK, InstructionSeconds, chunk_seconds, nominal
 from piper_ir.costs import Duration
 from piper_ir.errors import CompileError
 from piper_ir.graph import Graph
@@ -82,6 +83,16 @@ def test_a_step_takes_its_kernels_and_then_its_messages(sequence: bool) -> None:
         assert work.seconds - alone.seconds == pytest.approx(sent)
         both += bool(sent and kernels)
     assert both >= 2, "forward and backward have both"
+
+
+def test_the_compiler_orders_by_steps_with_their_messages() -> None:
+    of = plan(sequence=True)
+    seconds = InstructionSeconds(of.chunks)
+    chunk = next(c for c in of.chunks if c.coords.get("layer") == 1)
+    for step, sig in chunk.steps.items():
+        sent = sum(int(c.nbytes) for c in sig.collectives) / LINK
+        assert sent > 0
+        assert seconds.step(chunk.id, step) == pytest.approx(nominal(sig.cost) + sent) == chunk_seconds(chunk, step)
 
 
 def test_where_the_ranks_are_decides_on_the_time_of_their_messages() -> None:
