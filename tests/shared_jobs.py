@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 import piper
 from piper import Mesh
 from piper.api.compiling import Compiled
@@ -16,8 +14,8 @@ from piper.models import GPTConfig, LlamaConfig
 from piper_compiler import Strategy
 from piper_runtime.launch.result import Run
 from piper_runtime.rank.job import Job
-from tests import models, parity
-from tests.compositions import adamw
+from tests import parity
+from tests.compositions import Composition, adamw, captured, job_of
 
 SIZES: dict[str, Any] = {
     "llama": LlamaConfig(layers=4, width=32, heads=8, kv_heads=4, hidden=48, vocab=64, length=8),
@@ -33,17 +31,8 @@ def job(name: str) -> Job:
     if name in SIZES:
         made = piper.models.job(SIZES[name], global_batch=8, precision="float64")
         return replace(made, optimizer=adamw, clip_norm=0.5)
-    found = models.case(name)
-    return Job(
-        lambda: found.model().double(),
-        lambda step, rows: models.cast(found.batch(step, rows), torch.float64),
-        found.loss,
-        adamw,
-        global_batch=8,
-        clip_norm=0.5,
-        seed=3,
-        precision=piper.Precision(params="float64"),
-    )
+    captured(name)
+    return replace(job_of(Composition(name, optimizer="adamw", clip=0.5)), global_batch=8, seed=3)
 
 
 @functools.cache

@@ -47,6 +47,7 @@ class Sharding:
         stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
         keep: whether what the forward gathers is kept for the backward, and not gathered again.
         split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
+        context: whether they share the tokens of all ops (context parallelism), those that need all tokens by their heads.
     """
 
     over: str
@@ -55,6 +56,7 @@ class Sharding:
     stream: str = ""
     keep: bool = False
     split: tuple[int, ...] = ()
+    context: bool = False
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -1,9 +1,11 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
 Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
-`piper::cross_entropy` with their gradients. Other packages import what they need from here.
+`piper::cross_entropy` with their gradients, those of `vocabulary`, and the collectives inside of steps. Other packages
+import what they need from here.
 """
 
+from piper_ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.frames import is_model_code
@@ -25,6 +27,13 @@ from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
 from piper_ops.rewrites import user_line
 from piper_ops.sdpa import attention, attention_dgrad
+from piper_ops.vocabulary import (
+    cross_entropy_joined,
+    cross_entropy_part,
+    cross_entropy_part_dgrad,
+    embedding_part,
+    embedding_part_dgrad,
+)
 from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
 
 __all__ = [
@@ -40,6 +49,9 @@ __all__ = [
     "Returned",
     "UnsupportedVariant",
     "Workspace",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "attention",
     "attention_dgrad",
     "attention_lowering",
@@ -47,8 +59,13 @@ __all__ = [
     "cpu_workspace",
     "cross_entropy",
     "cross_entropy_dgrad",
+    "cross_entropy_joined",
+    "cross_entropy_part",
+    "cross_entropy_part_dgrad",
     "cuda_workspace",
     "dtype_name",
+    "embedding_part",
+    "embedding_part_dgrad",
     "forward_step",
     "is_model_code",
     "kernel_of",
@@ -59,6 +76,7 @@ __all__ = [
     "op_cost",
     "own_costs",
     "peak_bytes_inside",
+    "reduce_scatter",
     "replace_portable",
     "rms_norm",
     "rms_norm_dgrad",

@@ -75,7 +75,8 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     portable = _FORMULAS.get(op)
     if portable is not None:
         record, formula = portable
-        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), moved, dtype, record.lowering, name)
+        nbytes = moved if formula.bytes is None else formula.bytes(call)
+        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), nbytes, dtype, record.lowering, name)
     if _is_view(op) or op.namespace == "prim":  # prim::device and its like ask a tensor what it is and run no kernel
         return KernelInfo("other", (), 0, 0, dtype)
     packet = op.overloadpacket

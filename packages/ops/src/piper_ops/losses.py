@@ -45,7 +45,7 @@ def rows_per_slice(device: str, classes: int) -> int:
     return max(1, SLICE_ELEMENTS[device] // max(1, classes))
 
 
-def _slices(logits: Tensor) -> list[slice]:
+def slices_of(logits: Tensor) -> list[slice]:
     """Return the slices of rows that a kernel works through: at least one, so that no rows give torch's result."""
     rows = rows_per_slice(logits.device.type, logits.shape[1])
     return [slice(start, start + rows) for start in range(0, max(1, logits.shape[0]), rows)]
@@ -60,7 +60,7 @@ def _cross_entropy_fake(logits: Tensor, target: Tensor, reduction: str = "mean",
 def _cross_entropy_kernel(
     logits: Tensor, target: Tensor, reduction: str = "mean", ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    slices = _slices(logits)
+    slices = slices_of(logits)
     if len(slices) == 1:
         return _slice_loss(logits, target, reduction, ignore_index)
     found = [_slice_loss(logits[rows], target[rows], "none", ignore_index) for rows in slices]
@@ -100,7 +100,7 @@ def _dgrad_kernel(
     index = target.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     write = _write_half_dgrad if logits.dtype in HALF else _write_dgrad
-    for rows in _slices(logits):
+    for rows in slices_of(logits):
         write(grad[rows], logits[rows], logsumexp[rows], scale[rows], index[rows])
     return grad
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from piper_ops import losses, norms, sdpa
+from piper_ops import losses, norms, sdpa, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,15 @@ def _no_dims(call: Call) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Give the FLOPs (a multiply-add is 2) and the kernel dimensions of one op, from its call."""
+    """Give the FLOPs (a multiply-add is 2) and the kernel dimensions of one op, from its call.
+
+    `bytes` gives what it moves, where that is something else than its inputs and outputs, once each.
+    """
 
     op: torch._ops.OpOverload
     flops: Callable[[Call], int]
     dims: Callable[[Call], tuple[int, ...]] = _no_dims
+    bytes: Callable[[Call], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +57,18 @@ class PortableOp:
         kind: the family of its kernels.
         saved: the names among `outputs` that the backward keeps, beside the inputs that it reads.
         forward: the op itself.
-        dgrad: the op for the gradients of its inputs.
+        dgrad: the op for the gradients of its inputs; None where it has no such gradients.
         wgrad: the op for the gradients of its weights; None where it has no weights.
         backward: the op for both kinds of gradients at once, if there is one.
         lowering: the lowering that the formulas assume; "" where that makes no difference.
     """
 
     name: str
-    kind: Literal["attention", "norm", "loss"]
+    kind: Literal["attention", "norm", "loss", "embedding"]
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
     forward: Formula
-    dgrad: Formula
+    dgrad: Formula | None = None
     wgrad: Formula | None = None
     backward: Formula | None = None
     lowering: str = ""
@@ -170,6 +174,33 @@ def cross_entropy_dgrad_flops(call: Call) -> int:
     return 3
 
 
+def cross_entropy_joined_flops(call: Call) -> int:
+    """Count FLOPs per number that a device sends: those of a logsumexp of one, and of a sum of the other."""
+    return 4
+
+
+def embedding_part_flops(call: Call) -> int:
+    """Count none: rows are copied."""
+    return 0
+
+
+def embedding_part_bytes(call: Call) -> int:
+    """Count the numbers, and rows that are read and written; of a table only these are read."""
+    (out,) = call.outs
+    return call.tensor("indices").nbytes + 2 * out.nbytes
+
+
+def embedding_part_dgrad_flops(call: Call) -> int:
+    """Count one FLOP per element of the gradient, at most: rows are added up."""
+    return call.tensor("grad").numel()
+
+
+def embedding_part_dgrad_bytes(call: Call) -> int:
+    """Count a table that is set to zero, then gradients that are read and added to rows of it."""
+    (table,) = call.outs
+    return call.tensor("indices").nbytes + 2 * call.tensor("grad").nbytes + table.nbytes
+
+
 PORTABLE: Mapping[str, PortableOp] = {
     record.name: record
     for record in (
@@ -208,6 +239,29 @@ PORTABLE: Mapping[str, PortableOp] = {
             saved=("logsumexp",),
             forward=Formula(losses.cross_entropy, _per_element("logits", cross_entropy_flops), loss_dims),
             dgrad=Formula(losses.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops), loss_dims),
+        ),
+        PortableOp(
+            "cross_entropy_part",
+            "loss",
+            outputs=("statistics",),
+            saved=(),
+            forward=Formula(vocabulary.cross_entropy_part, _per_element("logits", cross_entropy_flops), loss_dims),
+            dgrad=Formula(vocabulary.cross_entropy_part_dgrad, _per_element("logits", cross_entropy_dgrad_flops), loss_dims),
+        ),
+        PortableOp(
+            "cross_entropy_joined",
+            "loss",
+            outputs=("loss", "logsumexp"),
+            saved=(),
+            forward=Formula(vocabulary.cross_entropy_joined, _per_element("statistics", cross_entropy_joined_flops)),
+        ),
+        PortableOp(
+            "embedding_part",
+            "embedding",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(vocabulary.embedding_part, embedding_part_flops, bytes=embedding_part_bytes),
+            wgrad=Formula(vocabulary.embedding_part_dgrad, embedding_part_dgrad_flops, bytes=embedding_part_dgrad_bytes),
         ),
     )
 }

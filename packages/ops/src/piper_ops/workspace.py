@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper_ops import losses, sdpa
+from piper_ops import losses, sdpa, vocabulary
 from piper_ops.costs import call_of
-from piper_ops.library import accumulate_dtype
+from piper_ops.library import OP_KERNELS, accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
 from piper_ops.registry import Call
 from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, aligned_bias, cpu_mask
@@ -106,6 +106,39 @@ def _cross_entropy_dgrad(call: Call) -> Workspace:
     item = accumulate_dtype(logits.dtype).itemsize
     half = logits.element_size() < item
     return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
+
+
+def _cross_entropy_part(call: Call) -> Workspace:
+    """Count a slice of powers and their largest logits; what is held per token before is less, from 20 classes on."""
+    logits = call.tensor("logits")
+    return _in_slices(logits, 0, accumulate_dtype(logits.dtype).itemsize * (logits.shape[1] + 1))
+
+
+def _cross_entropy_part_dgrad(call: Call) -> Workspace:
+    """Count per row its scale, its target's place and what is subtracted there; in half precision a slice of powers."""
+    logits = call.tensor("logits")
+    tokens, classes = logits.shape
+    item = accumulate_dtype(logits.dtype).itemsize
+    return _in_slices(logits, (2 * item + 8) * tokens, item * classes if logits.element_size() < item else 0)
+
+
+def _cross_entropy_joined(call: Call) -> Workspace:
+    """Count two numbers per token beside the logsumexp, and which targets count; one is the loss for "none"."""
+    statistics = call.tensor("statistics")
+    tokens, item = statistics.shape[-1], statistics.element_size()
+    if call.args["reduction"] == "none":
+        return Workspace((item + 1) * tokens)
+    return Workspace((2 * item + 1) * tokens - item)
+
+
+def _embedding_part(call: Call) -> Workspace:
+    """Count what the kernel holds while it runs on meta tensors: it is Python. All of it is per token."""
+    return Workspace(peak_bytes_inside(OP_KERNELS[vocabulary.embedding_part], *map(_on_meta, call.args.values())))
+
+
+def _embedding_part_dgrad(call: Call) -> Workspace:
+    """Count the places of the numbers in a device's part. Before these are found, the table is not there yet."""
+    return Workspace(8 * call.tensor("indices").numel())
 
 
 def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:
@@ -207,6 +240,11 @@ class _Live(TorchDispatchMode):
 _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
+    vocabulary.cross_entropy_part: _cross_entropy_part,
+    vocabulary.cross_entropy_part_dgrad: _cross_entropy_part_dgrad,
+    vocabulary.cross_entropy_joined: _cross_entropy_joined,
+    vocabulary.embedding_part: _embedding_part,
+    vocabulary.embedding_part_dgrad: _embedding_part_dgrad,
     sdpa.attention: _attention,
     sdpa.attention_dgrad: _attention_dgrad,
 }

@@ -17,7 +17,7 @@ from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
-from piper_compiler.capture.layouts import Sharded, shared_joint
+from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
@@ -40,6 +40,7 @@ class TraceSpec:
         reduce: the dtype of gradient accumulators; None for that of their parameters.
         shardings: how devices share its work.
         base: the code of which it is a form for devices that share it; "" where they do not.
+        agreed: what these devices want of its parameters because other chunks have them, too.
     """
 
     cut: Cut
@@ -51,6 +52,7 @@ class TraceSpec:
     reduce: torch.dtype | None = None
     shardings: tuple[Sharding, ...] = ()
     base: str = ""
+    agreed: Agreed = field(default_factory=Agreed)
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -98,10 +100,10 @@ class CodeStore:
         self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
         return made
 
-    def shared(self, code: str, asked: tuple[Sharding, ...]) -> str:
+    def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed) -> str:
         """Return the code id of a code for devices that share its work."""
-        made = hashlib.sha256(f"{code} {asked!r}".encode()).hexdigest()[:16]
-        self._recipes.setdefault(made, replace(self._recipes[code], shardings=asked, base=code))
+        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], shardings=asked, base=code, agreed=agreed))
         return made
 
     def layouts(self, code: str, rows: int) -> Sharded:
@@ -109,7 +111,7 @@ class CodeStore:
         found = self._sharded.get((code, rows))
         if found is None:
             recipe = self._recipes[code]
-            found = self._sharded[code, rows] = shared_joint(self.joint(recipe.base, rows), recipe.shardings)
+            found = self._sharded[code, rows] = shared_joint(self.joint(recipe.base, rows), recipe.shardings, recipe.agreed)
         return found
 
     def joint(self, code: str, rows: int) -> Joint:
@@ -189,6 +191,8 @@ class Captured:
         remarks: chunk -> what a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
         shared: the same capture for devices that share its chunks, likewise.
+        unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
+            to share it.
     """
 
     program: Program
@@ -198,6 +202,7 @@ class Captured:
     remarks: Mapping[str, str] = field(default_factory=dict)
     under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
     shared: dict[tuple[Sharding, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
+    unshared: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.

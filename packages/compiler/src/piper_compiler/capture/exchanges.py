@@ -10,13 +10,13 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.layout import StepCollective
-from piper_ops import collectives
+from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 KINDS: dict[Any, str] = {
-    collectives.all_reduce: "all_reduce",
-    collectives.all_gather: "all_gather",
-    collectives.reduce_scatter: "reduce_scatter",
-    collectives.all_to_all: "all_to_all",
+    all_reduce: "all_reduce",
+    all_gather: "all_gather",
+    reduce_scatter: "reduce_scatter",
+    all_to_all: "all_to_all",
 }
 """The ops that stand for collectives, each with its kind."""
 

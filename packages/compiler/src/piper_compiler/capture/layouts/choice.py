@@ -8,11 +8,12 @@ axis is split into one for the heads and one for the groups, and all other index
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
 
+import torch
 from torch import fx
 
 from piper_compiler.capture.layouts.decide import Axis
@@ -20,26 +21,44 @@ from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, in
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
+from piper_ir.layout import Sharding
 
 Nested = tuple[Index, ...]
 """Indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
 TOKENS = 1
 """The dimension of a value or batch tensor that holds the tokens."""
+HEADS = 2
+"""The dimension of a query of attention that holds the heads."""
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """Say that devices do not share a dimension of a parameter, of `size` elements, and why."""
+
+    input: int
+    dim: int
+    size: int
+    why: str
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Hold a chunk, its indexes, cut for the axes, and these axes."""
+    """Hold a chunk, its indexes, cut for the axes, these axes, and what they could share if its size were another."""
 
     joint: Joint
     indexes: Indexed
     axes: tuple[Axis, ...]
+    unshared: tuple[Unshared, ...] = ()
 
 
-def shareable(joint: Joint, indexes: Indexed) -> tuple[Nested, ...]:
-    """Return the indexes that devices can share, those next to each other in a parameter together."""
+def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tuple[Nested, ...]:
+    """Return the indexes that devices can share, those next to each other in a parameter together.
+
+    The inputs `kept` are to stay whole.
+    """
     crossing = _in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
+    whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
     found: dict[Index, Nested] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] != "param":
@@ -67,10 +86,63 @@ def _crossing(joint: Joint) -> Iterator[fx.Node]:
     yield from joint.outputs
 
 
-def split_degrees(joint: Joint, degree: int, *, stream: bool) -> tuple[int, ...]:
-    """Return the degrees into which an axis must be split to share the indexes of a chunk."""
-    _, _, fitting, tokens = _chosen(joint, degree, stream)
-    return refined([steps for n in (*fitting, *tokens) if (steps := steps_of(n, degree))], degree)
+@dataclass(frozen=True)
+class _Claim:
+    """Say what the devices of one axis share of a chunk.
+
+    Attributes:
+        asked: the axis.
+        weights: what parameters are in parts of.
+        stream: the tokens of what crosses between chunks.
+        inside: what an op is computed in parts of that needs all tokens: the heads of attention.
+    """
+
+    asked: Sharding
+    weights: tuple[Nested, ...] = ()
+    stream: tuple[Nested, ...] = ()
+    inside: tuple[Nested, ...] = ()
+
+    @property
+    def nests(self) -> tuple[Nested, ...]:
+        return (*self.weights, *self.stream, *self.inside)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Hold a chunk and its indexes, what each axis claims of them, and what does not fit an axis by its size."""
+
+    joint: Joint
+    indexes: Indexed
+    claims: tuple[_Claim, ...]
+    others: tuple[tuple[Nested, int], ...]
+
+    def of_nests(self) -> dict[Nested, list[int]]:
+        """Return the numbers of the claims on each nest, in the order in which they take its steps.
+
+        Tokens are shared along a context axis first, so that a device has neighbouring ones, and heads along a tensor axis.
+        """
+        found: dict[Nested, list[int]] = {}
+        for number, claim in enumerate(self.claims):
+            for nest in claim.nests:
+                found.setdefault(nest, []).append(number)
+        for nest, numbers in found.items():
+            numbers.sort(key=lambda n: (nest in self.claims[n].inside, not self.claims[n].asked.context))
+        return found
+
+
+def split_degrees(joint: Joint, asked: Sequence[Sharding]) -> tuple[tuple[int, ...], ...]:
+    """Return the degrees into which each axis must be split to share the indexes of a chunk."""
+    chosen = _chosen(joint, asked)
+    points: list[set[int]] = [{1, claim.asked.degree} for claim in chosen.claims]
+    for nest, numbers in chosen.of_nests().items():
+        steps = steps_of(nest, prod(chosen.claims[n].asked.degree for n in numbers)) or ()
+        ends = [prod(steps[: k + 1]) for k in range(len(steps))]
+        first = 1
+        for number in numbers:
+            degree = chosen.claims[number].asked.degree
+            points[number] |= {end // first for end in ends if first < end < first * degree}
+            first *= degree
+    return tuple(tuple(b // a for a, b in pairwise(sorted(each))) or (1,) for each in points)
 
 
 def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -78,34 +150,64 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return refined(each, prod(each[0]))
 
 
-def _chosen(joint: Joint, degree: int, stream: bool) -> tuple[Joint, Indexed, list[Nested], list[Nested]]:
-    """Return the chunk and its indexes, those that devices can share, and those of the stream."""
+def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = ()) -> _Chosen:
+    """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
     joint, first = _unfused(joint)
-    fitting = [n for n in shareable(joint, first) if steps_of(n, degree) is not None]
-    tokens = list(_tokens(joint, first)) if stream else []
-    for nest in tokens:
-        if steps_of(nest, degree) is None:
-            size = prod(i.size for i in nest)
+    nests, heads = shareable(joint, first, kept), _heads(first)
+    tensor = prod(s.degree for s in asked if not s.context)
+    claims, others = [], []
+    for one in asked:
+        stream = tuple(_tokens(joint, first)) if one.stream or one.context else ()
+        if one.context:
+            inside = tuple(nest for nest in heads if steps_of(nest, tensor * one.degree) is not None)
+            claims.append(_Claim(one, (), stream, inside))
+            continue
+        fitting = tuple(n for n in nests if steps_of(n, one.degree) is not None)
+        others += [(n, one.degree) for n in nests if n not in fitting]
+        claims.append(_Claim(one, fitting, stream))
+    chosen = _Chosen(joint, first, tuple(claims), tuple(others))
+    _check_tokens(chosen)
+    return chosen
+
+
+def _check_tokens(chosen: _Chosen) -> None:
+    for nest, numbers in chosen.of_nests().items():
+        degree, size = prod(chosen.claims[n].asked.degree for n in numbers), prod(i.size for i in nest)
+        if any(nest in claim.stream for claim in chosen.claims) and steps_of(nest, degree) is None:
             raise DirectiveError(
                 f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
             )
-    return joint, first, fitting, tokens
 
 
-def share(joint: Joint, name: str, degrees: tuple[int, ...], *, stream: bool) -> Shared:
-    """Return the chunk's indexes for an axis that is split into these degrees."""
-    joint, first, fitting, tokens = _chosen(joint, prod(degrees), stream)
-    places = [list(_places(first, nest, degrees)) for nest in (*fitting, *tokens)]
+def _heads(indexes: Indexed) -> tuple[Nested, ...]:
+    """Return the heads of queries of each attention."""
+    ops = [op for op in indexes.ops.values() if op.call.op is torch.ops.piper.attention.default]
+    return tuple(dict.fromkeys(op.tensors[op.call.number("q")][HEADS] for op in ops))
+
+
+def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = ()) -> Shared:
+    """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole."""
+    chosen = _chosen(joint, asked, kept)
+    first, of_nests = chosen.indexes, chosen.of_nests()
+    places: dict[tuple[Nested, int], list[_Place]] = {}
+    for nest, numbers in of_nests.items():
+        degrees = [(n, size) for n in numbers for _, size in asked[n].axes]
+        for place, (number, _) in zip(_places(first, nest, [size for _, size in degrees]), degrees, strict=True):
+            places.setdefault((nest, number), []).append(place)
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
-    for place in (p for nest in places for p in nest):
+    for place in (p for each in places.values() for p in each):
         cuts.setdefault((place.key, place.dim), set()).update({place.inner, place.inner * place.size} - {1})
-    cut = indexed(joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
+    cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
     axes = []
-    for number, size in enumerate(degrees):
-        weights = frozenset(_found(cut, nest[number]) for nest in places[: len(fitting)])
-        along = frozenset(_found(cut, nest[number]) for nest in places[len(fitting) :])
-        axes.append(Axis(name if len(degrees) == 1 else f"{name}.{number}", size, weights, along))
-    return Shared(joint, cut, tuple(axes))
+    for number, claim in enumerate(chosen.claims):
+        for k, (name, size) in enumerate(claim.asked.axes):
+            found = [
+                frozenset(_found(cut, places[n, number][k]) for n in nests)
+                for nests in (claim.weights, claim.stream, claim.inside)
+            ]
+            axes.append(Axis(name, size, *found))
+    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
+    return Shared(chosen.joint, cut, tuple(axes), unshared)
 
 
 def _unfused(joint: Joint) -> tuple[Joint, Indexed]:
@@ -196,6 +298,14 @@ def _found(indexes: Indexed, place: _Place) -> Index:
     raise AssertionError(f"no index at {place}")
 
 
-def unshared(nests: Mapping[str, Nested], degree: int) -> tuple[str, ...]:
-    """Return the names of the nests that `degree` devices cannot share evenly."""
-    return tuple(name for name, nest in nests.items() if steps_of(nest, degree) is None)
+def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
+    """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
+    size = prod(i.size for i in nest)
+    others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
+    nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
+    instead = f"; {nearest} can" if nearest else ""
+    for k, node in enumerate(joint.inputs):
+        for dim, inside in enumerate(indexes.tensors.get((node, 0), ())):
+            if joint.kinds[k] == "param" and _has(inside, nest):
+                whole = prod(i.size for i in inside)
+                yield Unshared(k, dim, whole, f"{degree} devices cannot share {size} evenly{instead}")

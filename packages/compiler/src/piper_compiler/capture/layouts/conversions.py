@@ -21,7 +21,7 @@ from piper_compiler.capture.layouts.decide import SUM, Along, Axis
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index
 from piper_ir.mesh import whole_axis
-from piper_ops import collectives
+from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 aten = torch.ops.aten
 Dims = Sequence[tuple[Index, ...]]
@@ -37,7 +37,7 @@ def convert(
     now = list(before)
     number = 0
     while number < len(axes):
-        last = _joined_until(dims, axes, now, want, number)
+        last = joined_until(dims, axes, now, want, number)
         if now[number] != want[number]:
             source = _converted(emit, source, dims, axes, now, want, number, last)
         now[number:last] = want[number:last]
@@ -45,7 +45,7 @@ def convert(
     return source
 
 
-def _joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
+def joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
     """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
     last = first + 1
     while last < len(axes) and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name:
@@ -54,6 +54,13 @@ def _joined_until(dims: Dims, axes: Sequence[Axis], before: Sequence[Along], wan
             break
         last += 1
     return last
+
+
+def joined_axis(axes: Sequence[Axis], first: int, last: int) -> Axis:
+    """Return neighbouring axes into which one is split as one axis."""
+    family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
+    name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
+    return replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
 
 
 def _follows(dims: Dims, outer: Along, inner: Along) -> bool:
@@ -69,22 +76,22 @@ def _converted(
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
     others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, Index)}
-    family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
-    name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
-    axis = replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
+    axis = joined_axis(axes, first, last)
     match now, then:
         case Index(), None:
             return _gather(emit, source, place_in(dims, now, others), axis)
         case None, Index():
             return _own(emit, source, place_in(dims, then, others), axis)
         case _, None if now is SUM:
-            return emit.call(collectives.all_reduce, source, axis.name, axis.degree)
+            return emit.call(all_reduce, source, axis.name, axis.degree)
         case _, Index() if now is SUM:
             return _scatter(emit, source, place_in(dims, then, others), axis)
         case Index(), Index():
             return _exchange(emit, source, place_in(dims, now, others), place_in(dims, then, others), axis)
         case Index(), _:
             return _spread(emit, source, place_in(dims, now, others), axis)
+        case None, _ if then is SUM:
+            return _first(emit, source, axis)
     raise AssertionError(f"from {now} to {then}")
 
 
@@ -99,18 +106,18 @@ def place_in(dims: Dims, index: Index, others: set[Index]) -> Place:
 
 
 def _gather(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
-    stacked = emit.call(collectives.all_gather, _dense(emit, source), axis.name, axis.degree)
+    stacked = emit.call(all_gather, _dense(emit, source), axis.name, axis.degree)
     return _merged(emit, stacked, place)
 
 
 def _scatter(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
-    mine = emit.call(collectives.reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
+    mine = emit.call(reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
     return mine
 
 
 def _exchange(emit: Emitter, source: fx.Node, now: Place, then: Place, axis: Axis) -> fx.Node:
     stacked = _stacked(emit, source, then, axis.degree)
-    return _merged(emit, emit.call(collectives.all_to_all, stacked, axis.name, axis.degree), now)
+    return _merged(emit, emit.call(all_to_all, stacked, axis.name, axis.degree), now)
 
 
 def _own(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node:
@@ -133,6 +140,12 @@ def _spread(emit: Emitter, source: fx.Node, place: Place, axis: Axis) -> fx.Node
     part = _viewed(emit, source, [*shape[:dim], outer, rest, *shape[dim + 1 :]])
     placed = emit.call(aten.select_scatter.default, zeros, part, dim + 1, Coordinate(axis.name))
     return _viewed(emit, placed, [*shape[:dim], shape[dim] * axis.degree, *shape[dim + 1 :]])
+
+
+def _first(emit: Emitter, source: fx.Node, axis: Axis) -> fx.Node:
+    """Make a tensor that all devices have a term of the first one, with zeros on the others."""
+    place = emit.call(aten.full.default, [], Coordinate(axis.name), dtype=torch.int64, device=aliasing.tensor(source).device)
+    return emit.call(aten.where.ScalarOther, emit.call(aten.eq.Scalar, place, 0), source, 0)
 
 
 def _stacked(emit: Emitter, source: fx.Node, place: Place, degree: int) -> fx.Node:
@@ -172,7 +185,7 @@ def _dense(emit: Emitter, source: fx.Node) -> fx.Node:
 def own_what_is_spoiled(emit: Emitter) -> None:
     """Copy what a reduce-scatter is given where something else reads it too: it is undefined afterwards."""
     for node in list(emit.graph.nodes):
-        if node.target is collectives.reduce_scatter and _has_other_users(node.args[0]):
+        if node.target is reduce_scatter and _has_other_users(node.args[0]):
             with emit.graph.inserting_before(node), emit.like(node, "backward" in str(node.meta["partitioner_tag"])):
                 copy = emit.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
             node.args = (copy, *node.args[1:])

@@ -9,7 +9,7 @@ tensor has it, else whole on every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -39,12 +39,14 @@ class Axis:
         degree: the number of devices; each index below has as many steps.
         weights: the indexes that parameters are in parts of.
         stream: the indexes that what crosses between layers is in parts of; empty where it is whole.
+        inside: the indexes of ops that cannot be computed in parts of the stream; their results go back into it.
     """
 
     name: str
     degree: int
     weights: frozenset[Index]
     stream: frozenset[Index] = frozenset()
+    inside: frozenset[Index] = frozenset()
 
 
 @dataclass
@@ -56,23 +58,25 @@ class Decision:
         settled: how its users find it, where that is another way: a sum that had to settle.
         wanted: for each op, how it wants the tensors among its arguments.
         results: how the graph's outputs and gradients must lie, by node.
+        rewritten: the ops that others compute in parts, each with the index.
     """
 
     made: dict[TensorKey, Along] = field(default_factory=dict)
     settled: dict[TensorKey, Along] = field(default_factory=dict)
     wanted: dict[fx.Node, tuple[Along, ...]] = field(default_factory=dict)
     results: dict[fx.Node, Along] = field(default_factory=dict)
+    rewritten: dict[fx.Node, Index] = field(default_factory=dict)
 
     def of(self, key: TensorKey) -> Along:
         """Return how users find a tensor."""
         return self.settled.get(key, self.made[key])
 
 
-def decided(joint: Joint, indexes: Indexed, axis: Axis) -> Decision:
-    """Return how the tensors of a chunk lie along an axis."""
+def decided(joint: Joint, indexes: Indexed, axis: Axis, terms: Collection[int] = ()) -> Decision:
+    """Return how the tensors of a chunk lie along an axis; the gradients of the inputs `terms` are to be sums."""
     settled: dict[TensorKey, Along] = {}
     while True:
-        found = _Pass(joint, indexes, axis, settled)
+        found = _Pass(joint, indexes, axis, settled, terms)
         found.run()
         if not found.new:
             return found.decision
@@ -82,15 +86,18 @@ def decided(joint: Joint, indexes: Indexed, axis: Axis) -> Decision:
 class _Pass:
     """Go through the graph once; `new` are the sums that must settle."""
 
-    def __init__(self, joint: Joint, indexes: Indexed, axis: Axis, settled: Mapping[TensorKey, Along]) -> None:
+    def __init__(
+        self, joint: Joint, indexes: Indexed, axis: Axis, settled: Mapping[TensorKey, Along], terms: Collection[int]
+    ) -> None:
         self.decision = Decision(settled=dict(settled))
         self.new: dict[TensorKey, Along] = {}
-        self._joint, self._indexes, self._axis = joint, indexes, axis
+        self._joint, self._indexes, self._axis, self._terms = joint, indexes, axis, terms
         self._params = {n: k for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param"}
-        self._gradients = {key_of(n): joint.inputs[k] for k, n in joint.grads.items() if joint.kinds[k] == "param"}
+        self._asked: dict[TensorKey, Index] = {}
 
     def run(self) -> None:
         self._place_inputs()
+        self._ask_for_gradients()
         for node, op in self._indexes.ops.items():
             self._place(node, op)
         self._place_results()
@@ -108,6 +115,23 @@ class _Pass:
         for k, node in self._joint.tangents.items():
             made[node, 0] = self._boundary(self._joint.outputs[k])
 
+    def _ask_for_gradients(self) -> None:
+        """Ask that the gradients of parameters are made in the parts that these are in."""
+        for k, node in self._joint.grads.items():
+            how = self.decision.made[self._joint.inputs[k], 0]
+            if self._joint.kinds[k] == "param" and isinstance(how, Index):
+                self._ask(key_of(node), how)
+
+    def _ask(self, key: TensorKey, index: Index) -> None:
+        """Ask that a tensor is made in parts of an index, and so what is made for it alone."""
+        self._asked[key] = index
+        op = self._indexes.ops.get(key[0])
+        if op is None or op.parts(index) is None:
+            return
+        for argument, dims in zip(op.keys, op.tensors, strict=True):
+            if any(index in dim for dim in dims) and len(argument[0].users) == 1:
+                self._ask(argument, index)
+
     def _boundary(self, output: fx.Node) -> Along:
         return self._first(self._axis.stream, output)
 
@@ -119,11 +143,12 @@ class _Pass:
         lying = [self.decision.of(key) for key in op.keys]
         index = self._index(node, op, lying)
         wants: list[Along]
+        made: list[Along]
         if index is not None:
-            has = op.parts(index)
-            assert has is not None
             wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
-            made: list[Along] = [index if there else SUM for there in has]
+            made = _made_along(op, index)
+            if op.parts(index) is None:
+                self.decision.rewritten[node] = index
         elif (sums := frozenset(k for k, how in enumerate(lying) if how is SUM)) and sums in op.loops.linear:
             wants = [SUM if k in sums else None for k in range(len(lying))]
             made = [SUM for _ in op.results]
@@ -131,6 +156,8 @@ class _Pass:
             wants, made = [None for _ in lying], [None for _ in op.results]
         self.decision.wanted[node] = tuple(wants)
         self.decision.made |= {(node, k): how for k, how in enumerate(made)}
+        if index in self._axis.inside:
+            self._go_back(node, op)
         for key, how, want in zip(op.keys, lying, wants, strict=True):
             if how is SUM and want is not SUM:
                 self._settle(key, want)
@@ -138,12 +165,20 @@ class _Pass:
     def _index(self, node: fx.Node, op: OpIndexes, lying: list[Along]) -> Index | None:
         """Return the index that an op is computed in parts of, if any."""
         present = [how for how in lying if isinstance(how, Index)]
-        for k in range(len(op.results)):
-            parameter = self._gradients.get((node, k))
-            how = self.decision.made[parameter, 0] if parameter is not None else None
-            present += [how] if isinstance(how, Index) else []
+        present += [self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked]
         present.sort(key=lambda i: i not in self._axis.weights)
-        return next((i for i in present if op.parts(i) is not None), None)
+        found = next((i for i in present if op.parts(i) is not None or op.rewrite(i) is not None), None)
+        if found is None and any(i in self._axis.stream for i in present):
+            there = [i for dims in (*op.tensors, *op.results) for dim in dims for i in dim if i in self._axis.inside]
+            found = next((i for i in there if op.parts(i) is not None), None)
+        return found
+
+    def _go_back(self, node: fx.Node, op: OpIndexes) -> None:
+        """Let what is made in parts of other indexes than the stream's be found in parts of this by its users."""
+        for k, dims in enumerate(op.results):
+            stream = [i for dim in dims for i in dim if i in self._axis.stream]
+            if stream and self.decision.made[node, k] != stream[0]:
+                self.decision.settled[node, k] = stream[0]
 
     def _settle(self, key: TensorKey, want: Along) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]
@@ -156,7 +191,15 @@ class _Pass:
         for k, node in self._joint.grads.items():
             given = self.decision.made[self._joint.inputs[k], 0]
             how = self.decision.of(key_of(node))
-            results[node] = SUM if self._joint.kinds[k] == "param" and given is None and how is not None else given
+            summed = self._joint.kinds[k] == "param" and given is None and (how is not None or k in self._terms)
+            results[node] = SUM if summed else given
         for node, want in results.items():
             if self.decision.of(key_of(node)) is SUM and want is not SUM:
                 self._settle(key_of(node), want)
+
+
+def _made_along(op: OpIndexes, index: Index) -> list[Along]:
+    """Return how the results of an op lie that is computed in parts of an index."""
+    rewrite = op.rewrite(index)
+    without: Along = SUM if rewrite is None or rewrite.terms else None
+    return [index if any(index in dim for dim in dims) else without for dims in op.results]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 from torch import Tensor, fx
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall
+from piper_compiler.capture.layouts.loops import At, Inner, LoopRewrite, Loops, Nest, OpCall
 from piper_compiler.capture.layouts.rules import loops_of
 from piper_compiler.capture.stepgraph import Joint
 
@@ -44,6 +44,7 @@ class OpIndexes:
         whole: the indexes that must be whole here.
         summed: the indexes that are added up in results that lack them.
         known: whether the op has a rule; without one nothing is computed in parts.
+        rewritten: the indexes in parts of which other ops compute it, with a dimension that has the index.
     """
 
     call: OpCall
@@ -54,6 +55,7 @@ class OpIndexes:
     whole: frozenset[Index]
     summed: frozenset[Index]
     known: bool = True
+    rewritten: Mapping[Index, At] = field(default_factory=dict)
 
     def parts(self, index: Index) -> tuple[bool, ...] | None:
         """Return, for each result, whether it has the index; the others are sums over it.
@@ -61,13 +63,22 @@ class OpIndexes:
         None says that the op cannot be computed in parts of this index.
         """
         everywhere = (*self.tensors, *self.results)
-        if index in self.whole or any(sum(index in dim for dim in dims) > 1 for dims in everywhere):
+        if index in self.whole or index in self.rewritten or any(sum(index in dim for dim in dims) > 1 for dims in everywhere):
             return None
         if not any(index in dim for dims in everywhere for dim in dims):
             return None
         has = tuple(any(index in dim for dim in dims) for dims in self.results)
         lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
         return has if not lack or index in self.summed else None
+
+    def rewrite(self, index: Index) -> LoopRewrite | None:
+        """Return how other ops compute the op in parts of an index, if they can."""
+        at = self.rewritten.get(index)
+        return None if at is None or index in self.whole else self.loops.rewrites[at]
+
+    def dim(self, at: At) -> tuple[Index, ...]:
+        """Return the indexes of a dimension, outermost first."""
+        return (self.tensors[at.tensor] if at.tensor >= 0 else self.results[-1 - at.tensor])[at.dim]
 
 
 def _empty(dims: tuple[tuple[Index, ...], ...]) -> bool:
@@ -234,13 +245,15 @@ class _Space:
             return {index for loop in loops for index in per_dim[op.numbers[loop]]}
 
         loops = op.loops or Loops(whole=frozenset(op.numbers))
-        whole = of(loops.whole) | {
+        whole = of(loops.whole - loops.rewrites.keys()) | {
             i for k in op.links if k in broken for nest in self._links[k] for d in nest for i in per_dim[d]
         }
         arguments = tuple(tensors[key] for key in op.keys)
         results = tuple(tensors[node, k] for k in range(len(op.call.results)))
         summed = frozenset(of(loops.summed))
-        return OpIndexes(op.call, op.keys, loops, arguments, results, frozenset(whole), summed, op.loops is not None)
+        rewritten = {index: at for at in loops.rewrites if at in loops.whole for index in of([at])}
+        known = op.loops is not None
+        return OpIndexes(op.call, op.keys, loops, arguments, results, frozenset(whole), summed, known, rewritten)
 
 
 def _cuts(

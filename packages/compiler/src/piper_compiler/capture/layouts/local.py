@@ -7,7 +7,7 @@ device's place along an axis, which generated code reads as a global.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,10 +16,12 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.kernels import SHARED
-from piper_compiler.capture.layouts.conversions import convert, own_what_is_spoiled, place_in
+from piper_compiler.capture.layouts.choice import Unshared
+from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Axis, Decision, decided
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
+from piper_compiler.capture.layouts.loops import LoopPlace
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import DimPart, Layout
@@ -38,6 +40,7 @@ class Sharded:
         grads: input -> how its gradient lies. A parameter's may be a sum, which its bucket adds up.
         axes: the axes.
         dims: for each input, for each dimension, its indexes.
+        unshared: the dimensions of parameters that devices would share if their sizes were others.
     """
 
     joint: Joint
@@ -46,6 +49,7 @@ class Sharded:
     grads: Mapping[int, Lying]
     axes: tuple[Axis, ...]
     dims: tuple[tuple[tuple[Index, ...], ...], ...]
+    unshared: tuple[Unshared, ...] = ()
 
     def layout_of(self, number: int) -> Layout:
         """Return how an input is taken apart."""
@@ -64,12 +68,13 @@ class Sharded:
         return tuple(axis.name for how, axis in zip(lying, self.axes, strict=False) if how is SUM)
 
 
-def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False) -> Sharded:
+def sharded(joint: Joint, indexes: Indexed, axes: Sequence[Axis], *, keep: bool = False, terms: Collection[int] = ()) -> Sharded:
     """Return the graph that each device of `axes` runs.
 
-    With `keep`, what the forward has gathered is kept for the backward, else it is gathered again.
+    With `keep`, what the forward has gathered is kept for the backward, else it is gathered again. The gradients of the
+    inputs `terms` are terms of sums.
     """
-    decisions = [decided(joint, indexes, axis) for axis in axes]
+    decisions = [decided(joint, indexes, axis, terms) for axis in axes]
     builder = _Builder(joint, indexes, axes, decisions, keep)
     return builder.build()
 
@@ -147,14 +152,42 @@ class _Builder:
         shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
         changed = op.loops.localize(op.call, shapes)
         named = {name: _with_nodes(value, nodes) for name, value in _arguments(node).items()} | dict(changed)
+        for k, made in enumerate(self._rewritten(node, op, named) or self._emitted(node, op, named)):
+            if made is not None:
+                self._at[(node, k), self._lying((node, k)), False] = made
+
+    def _emitted(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> list[fx.Node | None]:
+        """Add an op, and return the nodes of those of its results that are used."""
         made = self._emit.op(node, op.call.op, named)
         made.meta[SHARED] = prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
-        if isinstance(node.meta["val"], list | tuple):
-            items = [u for u in node.users if u.target is operator.getitem]
-            for k in sorted({int(u.args[1]) for u in items}):  # type: ignore[arg-type]  # getitem: (source, index)
-                self._at[(node, k), self._lying((node, k)), False] = self._emit.item(made, k)
-        else:
-            self._at[(node, 0), self._lying((node, 0)), False] = made
+        if not isinstance(node.meta["val"], list | tuple):
+            return [made]
+        used = {u.args[1] for u in node.users if u.target is operator.getitem}
+        return [self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))]
+
+    def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
+        """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
+        indexes = [d.rewritten.get(node) for d in self._decisions]
+        (rewrite,) = {op.rewrite(i) for i in indexes if i is not None} or {None}
+        if rewrite is None:
+            return ()
+        with self._emit.like(node, node in self._backward):
+            return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
+
+    def _places(self, op: OpIndexes, indexes: Sequence[Index | None]) -> Iterator[LoopPlace]:
+        """Yield which steps of the indexes a device takes along each axis, or along all into which one is split."""
+        done: set[Index] = set()
+        whole, number = [None] * len(indexes), 0
+        while number < len(indexes):
+            last = number + 1
+            if (index := indexes[number]) is not None:
+                inside = op.dim(op.rewritten[index])
+                last = joined_until([inside], self._axes, indexes, whole, number)
+                axis = joined_axis(self._axes, number, last)
+                done.update(i for i in indexes[number:last] if i is not None)
+                rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
+                yield LoopPlace(axis.name, axis.degree, rest)
+            number = last
 
     def _result(self, node: fx.Node) -> fx.Node:
         return self._find(key_of(node), self._wanted_result(node), node in self._backward, node)
@@ -164,11 +197,15 @@ class _Builder:
         made = self._lying(key)
         if want == made:
             return self._at[key, made, False]
-        late = late and not (self._keep and (key, want, False) in self._at)
+        late = late and not ((self._keep or self._exchanged(made, want)) and (key, want, False) in self._at)
         found = self._at.get((key, want, late))
         if found is None:
             found = self._at[key, want, late] = self._converted(key, want, late, user)
         return found
+
+    def _exchanged(self, made: Lying, want: Lying) -> bool:
+        """Return whether a tensor changes the index that it is in parts of: as large as before, so that it is kept."""
+        return any(isinstance(a, Index) and isinstance(b, Index) and a != b for a, b in zip(made, want, strict=True))
 
     def _converted(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
         settled = tuple(d.of(key) for d in self._decisions)

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from piper_compiler.capture._torch import OpOverload
+
+if TYPE_CHECKING:
+    from piper_compiler.capture.layouts.emit import Emitter
 
 Shape = tuple[int, ...]
 
@@ -141,6 +144,35 @@ def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
     return {}
 
 
+@dataclass(frozen=True, slots=True)
+class LoopPlace:
+    """Say which steps of a loop a device takes along an axis: of [outer, degree, rest] those of [outer, place, rest].
+
+    Where a loop is shared along several axes, the places come in their order, each of what the ones before have left.
+    """
+
+    axis: str
+    degree: int
+    rest: int
+
+
+Emit = Callable[["Emitter", Mapping[str, Any], Sequence[LoopPlace]], Sequence[fx.Node]]
+"""A function that adds nodes and returns those of the results, given a device's arguments and which steps it takes."""
+
+
+@dataclass(frozen=True)
+class LoopRewrite:
+    """Say how to compute an op in parts of a loop by other ops, where it cannot be by itself.
+
+    Attributes:
+        emit: adds these ops.
+        terms: whether results that lack the loop are terms of a sum; else they are equal on all devices.
+    """
+
+    emit: Emit
+    terms: bool
+
+
 @dataclass(frozen=True)
 class Loops:
     """Say what loops an op has.
@@ -152,6 +184,7 @@ class Loops:
         linear: sets of arguments, by number, in which the op is linear together: where these are terms of a sum, and
             all others are equal on all devices, so are the results.
         localize: the arguments of a device that computes a part.
+        rewrites: for dimensions among `whole`, other ops that compute the op in parts of them.
     """
 
     same: tuple[tuple[Nest, Nest], ...] = ()
@@ -159,6 +192,7 @@ class Loops:
     whole: frozenset[At | Inner] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize = field(default=unchanged, compare=False)
+    rewrites: Mapping[At, LoopRewrite] = field(default_factory=dict)
 
 
 def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:

@@ -24,6 +24,7 @@ from piper_compiler.capture.layouts import (
     rules_views,
 )
 from piper_compiler.capture.layouts.loops import Loops, OpCall
+from piper_compiler.capture.layouts.rewrites import rewrites_of
 from piper_compiler.capture.layouts.rules_elementwise import UNTAGGED, elementwise
 
 LoopRule = Callable[[OpCall], Loops]
@@ -56,7 +57,8 @@ def loops_of(call: OpCall) -> Loops | None:
             return None
         rule = elementwise
     loops = rule(call)
-    return replace(loops, linear=tuple(terms for terms in loops.linear if _one_dtype(call, terms)))
+    linear = tuple(terms for terms in loops.linear if _one_dtype(call, terms))
+    return replace(loops, linear=linear, rewrites=rewrites_of(call))
 
 
 def _elementwise(op: OpOverload) -> bool:

@@ -38,10 +38,10 @@ def _cross_entropy(call: OpCall) -> Loops:
 
 def _cross_entropy_gradient(call: OpCall) -> Loops:
     reduction = _reduction(call)
-    grad, classes = call.number("grad_loss"), ("row", None)
+    grad, classes = call.number("grad_loss"), ("row", "class")
     names: dict[int, Names] = {call.number("logits"): classes, call.number("target"): ["row"], OUT: classes}
     names |= {call.number("logsumexp"): ["row"], grad: ["row"] if rank(call, grad) else []}
-    return lettered(names, whole=["row"] if reduction == MEAN else (), linear=each(grad))
+    return lettered(names, whole=["row", "class"] if reduction == MEAN else ["class"], linear=each(grad))
 
 
 def _nll(call: OpCall) -> Loops:
