@@ -15,7 +15,7 @@ from torch import Tensor
 
 import piper
 from piper import Mesh, Precision, Strategy, recipes
-from piper.api import reference
+from piper.api import reference, reference_weights
 from piper.api.reference_weights import constructed
 from piper.api.verification import verify_strategy
 from piper_ir.errors import JobError
@@ -40,7 +40,7 @@ LAYOUTS = {
 def whole(job: Job) -> dict[str, Tensor]:
     """The tensors of the model that the judge makes at once, in the job's dtype."""
     model = constructed(job)
-    reference._cast_tensors(model, job.precision.dtype, job.precision.dtype)
+    reference_weights.cast_tensors(model, job.precision.dtype, job.precision.dtype)
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     plain = {f"{p}.{n}" if p else n: t for p, m in model.named_modules() for n, t in vars(m).items() if isinstance(t, Tensor)}
     return {n: t.detach() for n, t in (found | plain).items()}

@@ -13,7 +13,7 @@ import pytest
 
 from packages.autotune.tests.test_tuner_rules import filled, states, untimed
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.problem import Programs, TuningProblem, Wanted
 from piper_autotune.rules import PruningRules
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches
@@ -94,7 +94,7 @@ def candidates() -> tuple[Candidate, ...]:
         of, strategy, text = (_random_candidate if seed % 2 else _recipe_candidate)(seed)
         assert of.global_batch is not None
         microbatches = next(d.microbatches for d in strategy.directives if isinstance(d, directives.split))
-        exact = score(of, strategy, {of.global_batch // microbatches // strategy.mesh.size("dp"): None})
+        exact = score(of, strategy, {Wanted(of.global_batch // microbatches // strategy.mesh.size("dp")): None})
         if isinstance(exact, Scored):
             out.append(Candidate(of, strategy, exact, text))
         else:

@@ -14,7 +14,7 @@ from optuna.trial import FixedTrial
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, program, strategy
 from packages.compiler.tests.compile_cases import random_case
 from piper_autotune import NothingFoundError, tune
-from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.problem import Programs, TuningProblem, Wanted
 from piper_autotune.rules import RULES, PruningRules
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketch, Sketches, in_flight
@@ -79,7 +79,7 @@ def test_bounds_hold_for_random_programs_and_strategies(draw: Any) -> None:
     dp = draw.choice([1, 2])
     chosen = Strategy(Mesh(pp=stages, dp=dp), (*recipe(pp=stages, microbatches=draw.randint(1, 6)), *recipes.data_parallel()))
     of = TuningProblem(made, training=Training(state_bytes=lambda bucket: 2 * bucket.numel + 4))
-    exact = score(of, chosen, {1: None})
+    exact = score(of, chosen, {Wanted(1): None})
     assert isinstance(exact, Scored)
     found = Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
@@ -94,7 +94,7 @@ def test_bounds_hold_where_one_device_runs_several_stages() -> None:
     directives += [place(where(stage=s), on=dict(pp=s % 2)) for s in range(4)]
     chosen = Strategy(Mesh(pp=2), directives)
     of = TuningProblem(made)
-    exact, found = score(of, chosen, {1: None}), Sketches(of, Programs(of, None))
+    exact, found = score(of, chosen, {Wanted(1): None}), Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
     assert isinstance(exact, Scored) and sketch is not None and len(sketch.roles["pp0"]) == 4
     assert filled(found, sketch, 1)[0] <= exact.peak_bytes and found.period_s(chosen, sketch, 1)[0] <= exact.period_s
@@ -125,7 +125,7 @@ def test_bounds_hold_for_every_recipe(name: str, draw: Any) -> None:
     )
     of = TuningProblem(made) if draw.choice([True, False]) else TuningProblem(untimed(made), cluster=cpu_local())
     chosen = Strategy(Mesh(pp=pp), getattr(recipes, name)(pp=pp, microbatches=m))
-    exact, found = score(of, chosen, {1: None}), Sketches(of, Programs(of, None))
+    exact, found = score(of, chosen, {Wanted(1): None}), Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
     assert isinstance(exact, Scored), exact
     assert (sketch is None) == (name == "dualpipe" and m > 1), "a stage on two devices has none"
@@ -267,7 +267,7 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
             continue
         rows = found.rows(sketch)
         assert rows is not None
-        exact = score(of, case.strategy, {rows: None})
+        exact = score(of, case.strategy, {Wanted(rows): None})
         assert isinstance(exact, Scored), exact
         sketched += 1
         least, role = filled(found, sketch, rows)
@@ -308,13 +308,13 @@ def test_no_limit_is_advised_that_the_smaller_type_of_device_does_not_have() -> 
 
 def test_a_plan_that_does_not_fit_says_which_rank_by_how_much_and_where() -> None:
     made = strategy(FixedTrial({"pp": 2, "schedule": "gpipe", "microbatches": 4}))
-    exact = score(problem(), made, {1: None})
+    exact = score(problem(), made, {Wanted(1): None})
     assert isinstance(exact, Scored) and not exact.reason
-    found = score(problem(exact.device_bytes - 10), made, {1: None})
+    found = score(problem(exact.device_bytes - 10), made, {Wanted(1): None})
     assert isinstance(found, Scored)
     for part in ("rank 0 (pp0) needs", "10 B more than the limit", "fullest in instruction", "param 1 KiB"):
         assert part in found.reason
-    assert score(problem(exact.device_bytes), made, {1: None}) == exact
+    assert score(problem(exact.device_bytes), made, {Wanted(1): None}) == exact
 
 
 def test_every_rule_has_its_text() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune import TuningProblem, scoring
+from piper_autotune import TuningProblem, Wanted, scoring
 from piper_autotune.scoring import Refused, Scored, score
 from piper_compiler import CompileRequest, Lowered, Strategy, Training, compiled, recipes, synthetic
 from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
@@ -36,10 +36,10 @@ def by_name(request: CompileRequest) -> Lowered:
 
 def both(of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
     """The score, and that of the plan by name."""
-    quick = score(of, chosen, {rows: None})
+    quick = score(of, chosen, {Wanted(rows): None})
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "compiled", by_name)
-        return quick, score(of, chosen, {rows: None})
+        return quick, score(of, chosen, {Wanted(rows): None})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -86,13 +86,13 @@ def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.Monkey
 
 def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
-    assert isinstance(score(problem(), chosen, {1: None}, engine=True), Scored)
+    assert isinstance(score(problem(), chosen, {Wanted(1): None}, engine=True), Scored)
 
     def refuse(plan: Plan) -> None:
         raise PlanError("R00: broken")
 
     monkeypatch.setattr(scoring, "verify", refuse)
-    assert score(problem(), chosen, {1: None}, engine=True) == Refused("illegal", "R00: broken")
+    assert score(problem(), chosen, {Wanted(1): None}, engine=True) == Refused("illegal", "R00: broken")
 
 
 def test_negative_control_a_table_with_another_peak_scores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +103,9 @@ def test_negative_control_a_table_with_another_peak_scores_differently(monkeypat
 
     monkeypatch.setattr(scoring, "compiled", wrong)
     chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
-    quick = score(problem(), chosen, {1: None})
+    quick = score(problem(), chosen, {Wanted(1): None})
     monkeypatch.setattr(scoring, "compiled", by_name)
-    assert quick != score(problem(), chosen, {1: None})
+    assert quick != score(problem(), chosen, {Wanted(1): None})
 
 
 def test_each_rank_must_fit_its_own_type_of_device() -> None:
@@ -113,8 +113,8 @@ def test_each_rank_must_fit_its_own_type_of_device() -> None:
     large, small = load_cluster("h100x1"), load_cluster("a100x1").each_device(lambda d: replace(d, memory_bytes=1000))
     for rank, cluster in enumerate((Cluster.joined((small, large)), Cluster.joined((large, small)))):
         for limit in (None, large.device.memory_bytes):
-            found = score(replace(problem(limit), cluster=cluster), chosen, {1: None})
+            found = score(replace(problem(limit), cluster=cluster), chosen, {Wanted(1): None})
             assert isinstance(found, Scored) and found.reason.startswith(f"rank {rank} (pp{rank}) needs ")
             assert "more than the limit of 1000 B" in found.reason
-    fits = score(replace(problem(large.device.memory_bytes), cluster=load_cluster("h100x1+a100x1")), chosen, {1: None})
+    fits = score(replace(problem(large.device.memory_bytes), cluster=load_cluster("h100x1+a100x1")), chosen, {Wanted(1): None})
     assert isinstance(fits, Scored) and fits.reason == ""

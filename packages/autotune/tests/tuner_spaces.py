@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna.trial import FixedTrial
 
-from piper_autotune import TuningProblem
+from piper_autotune import TuningProblem, Wanted
 from piper_autotune.scoring import Scored, score
 from piper_compiler import Strategy, recipes, synthetic
 from piper_ir.mesh import Mesh
@@ -48,7 +48,7 @@ def exhaustive(of: TuningProblem, function: Callable[[Any], Strategy] = strategy
     out = []
     for point in points():
         made = function(FixedTrial(point))
-        found = score(of, made, {1: None})
+        found = score(of, made, {Wanted(1): None})
         assert isinstance(found, Scored)
         out.append((made, found))
     return out

@@ -29,6 +29,7 @@ from piper_runtime.launch.inline_run import rank_job
 from piper_runtime.launch.recovery import Recovery, RecoveryOptions
 from piper_runtime.launch.report import RankReport
 from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.launch.survivors import Survivors
 from piper_runtime.rank.device import CPU, LateNumbers, using
 from piper_runtime.rank.job import materialize
 from piper_runtime.rank.parts import device_scale, gradient_scale
@@ -93,7 +94,7 @@ def results(plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, An
         reports[r].close(ranks[r], [], None)
 
     together(plan.mesh.world, body)
-    attempts = Attempts(job, materialize(job), Beginning(0, None, None), RunOptions(steps), None)
+    attempts = Attempts(job, materialize(job), Beginning(0, None, None), RunOptions(steps), None, Survivors(None, 0))
     return attempts._result(plan, reports, Recovery(RecoveryOptions(), 0, None, plan.mesh.world))
 
 

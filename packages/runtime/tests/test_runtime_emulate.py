@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def alone(plan: Plan, clock: Clock, seconds: Sequence[float], issue: float = 0.0) -> tuple[TimedRank, Engine]:
     """The one rank of a plan without communication, bound to streams of this process."""
-    timed = TimedRank(plan, 0, EmulationRequest(b"", tuple(seconds), 0.0, issue, 1, ""))
+    timed = TimedRank(plan, 0, EmulationRequest(b"", tuple(seconds), 0.0, issue, 1, ""), Mock())
     timed.now = clock.now
     heart = [0] * HEART_SLOTS
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from piper.api.compiling import Compiled, compile, trained_job
-from piper_compiler import Strategy, recipes, recompute
+from piper_compiler import Directive, Strategy, recipes, recompute, shard
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ExecutionError, JobError
 from piper_ir.mesh import Mesh
@@ -64,7 +64,8 @@ def profile(
     The following is measured, with the code and the closures of a run and on the job's own batches, while all ranks
     compute:
 
-    - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows;
+    - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows; of
+      chunks that devices share, without the messages inside, in whose place a device copies what it would send;
     - the same of recomputation (R), under the strategy's policies and those of `keep`;
     - updates, norms, buffers of gradients and their folds, of ranks that keep all of a bucket or a part;
     - point-to-point messages, all-reduces, all-gathers and reduce-scatters over groups of ranks, by size, up to the
@@ -94,10 +95,12 @@ def profile(
         raise JobError(f"profile(repeats={repeats!r}): an integer of at least 1 is needed")
     target = compile(job, strategy)
     chosen = _rows(job.global_batch, rows, target.plan.rows)
-    singles = [_one_device(job, r) for r in chosen]
+    shares = tuple(d for d in strategy.directives if isinstance(d, shard))
+    alone = Mesh(tuple((d.over, strategy.mesh.size(d.over)) for d in shares))
+    singles = [_one_replica(job, r, alone, shares) for r in chosen]
     policies = list(_policies(target, strategy, keep))
-    again = [_one_device(job, r, policy) for policy in policies for r in chosen]
-    sharing = _sharing(job, target.plan.rows)
+    again = [_one_replica(job, r, alone, (*shares, policy)) for policy in policies for r in chosen]
+    sharing = _sharing(job, target.plan.rows, alone, shares)
     requests = _requests(target, singles, again, sharing, repeats)
     if pool is not None:
         reports = pool.run(target.plan, requests, timeout_s)
@@ -126,9 +129,9 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
     return sorted(chosen)
 
 
-def _one_device(job: Job, rows: int, *policy: recompute) -> Compiled:
-    """Compile the model with one microbatch of these rows on one device."""
-    return compile(replace(job, global_batch=rows), Strategy(Mesh(pp=1), policy))
+def _one_replica(job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive]) -> Compiled:
+    """Compile the model with one microbatch of these rows, on one device or those that share its chunks."""
+    return compile(replace(job, global_batch=rows), Strategy(mesh, directives))
 
 
 def _policies(target: Compiled, strategy: Strategy, more: Sequence[str]) -> Iterator[recompute]:
@@ -149,13 +152,14 @@ def _named_policy(keep: str) -> recompute:
     return recompute(where(), keep)
 
 
-def _sharing(job: Job, rows: int) -> list[Plan]:
+def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> list[Plan]:
     """Return plans of ranks that share states, for the ops on their parts; none if the optimizer cannot share."""
     _, spec, _ = trained_job("profile", job, None)
     if not spec.flat:
         return []
     jobs = {n: replace(job, global_batch=rows * n) for n in SHARING}
-    return [compile(of, Strategy(Mesh(dp=n), recipes.data_parallel(zero=2))).plan for n, of in jobs.items()]
+    zero = (*shares, *recipes.data_parallel(zero=2))
+    return [compile(of, Strategy(Mesh(mesh.sizes, dp=n), zero)).plan for n, of in jobs.items()]
 
 
 def _requests(
@@ -204,6 +208,7 @@ def _sizes(plans: Sequence[Plan], largest: Plan) -> tuple[int, ...]:
         for part in instr.parts
         if isinstance(part.op, COMM)
     }
+    own |= {bind(c.nbytes, 0) for chunk in plans[0].chunks for sig in chunk.steps.values() for c in sig.collectives}
     gradient = max(sum(map(bucket_bytes, plan.buckets)) for plan in plans)
     boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
     most, grid = max(gradient, boundary), [SMALLEST_MESSAGE]

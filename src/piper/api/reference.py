@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from piper.api.reference_weights import constructed, load_weights
+from piper.api.reference_weights import cast_tensors, constructed, load_weights
 
 FLOAT64 = 1e-9
 """The tolerance of float64; a correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
@@ -86,7 +86,7 @@ class _Trainer:
         params = getattr(torch, job.precision.params)
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
-        _cast_tensors(self.model, params, self.compute)
+        cast_tensors(self.model, params, self.compute)
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = _RandomState(self.model, job.seed, head)
         self.updated = _Updated(self.model, job.precision)
@@ -185,25 +185,6 @@ class _Updated:
             if name in self._masters:
                 master, p.grad = self._masters[name], None
                 p.data, master.grad = master.detach() if whole else master.detach().to(p.dtype), None
-
-
-def _cast_tensors(model: nn.Module, params: torch.dtype, compute: torch.dtype) -> None:
-    """Cast the floating-point parameters of a module in place; under float64 its buffers and plain attributes, too.
-
-    Tensors that share memory and dtype share memory afterwards: training one trains the other, as it does in the user's
-    module. Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
-    """
-    casts: dict[tuple[int, torch.dtype, torch.dtype], Tensor] = {}
-    values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
-    for tensor in {id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()}.values():
-        dtype = params if isinstance(tensor, nn.Parameter) else torch.float64 if compute == torch.float64 else tensor.dtype
-        if tensor.dtype == dtype:
-            continue
-        memory = tensor.untyped_storage()
-        key = (memory.data_ptr() or id(tensor), tensor.dtype, dtype)  # without elements: no address, and nothing to share
-        if key not in casts:
-            casts[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).to(dtype)
-        tensor.data = casts[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _RandomState:

@@ -170,3 +170,22 @@ def _places(name: str, rename: Mapping[str, Any]) -> list[tuple[Any, tuple[str, 
             targets = target if isinstance(target, tuple) else (target,)
             return [(t, match.groups()) for t in targets if t is not None]
     return [(name, ())]
+
+
+def cast_tensors(model: nn.Module, params: torch.dtype, compute: torch.dtype) -> None:
+    """Cast the floating-point parameters of a module in place; under float64 its buffers and plain attributes, too.
+
+    Tensors that share memory and dtype share memory afterwards: training one trains the other, as it does in the user's
+    module. Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
+    """
+    casts: dict[tuple[int, torch.dtype, torch.dtype], Tensor] = {}
+    values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
+    for tensor in {id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()}.values():
+        dtype = params if isinstance(tensor, nn.Parameter) else torch.float64 if compute == torch.float64 else tensor.dtype
+        if tensor.dtype == dtype:
+            continue
+        memory = tensor.untyped_storage()
+        key = (memory.data_ptr() or id(tensor), tensor.dtype, dtype)  # without elements: no address, and nothing to share
+        if key not in casts:
+            casts[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).to(dtype)
+        tensor.data = casts[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -6,9 +6,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.capturing import program_at, under_policies
+from piper.api.capturing import program_at, shared_by, under_policies
 from piper.api.compiling import trained_job
-from piper_autotune import TuningProblem
+from piper_autotune import TuningProblem, Wanted
 from piper_ir.costs import Costs
 from piper_ir.program import Program
 from piper_simulator import Cluster, CostModelFactory, DeviceModel
@@ -35,8 +35,8 @@ def problem_of(
         import_module(type(spec).__module__),
     )  # by value: a worker that imported it would import torch
 
-    def under(policies: tuple[str, ...], rows: int) -> Program:
-        found = under_policies(captured, policies)
-        return program_at(found, rows) if rows else found.program
+    def under(wanted: Wanted) -> Program:
+        found = under_policies(shared_by(captured, wanted.shardings), wanted.policies)
+        return program_at(found, wanted.rows) if wanted.rows else found.program
 
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "under": under, "modules": modules}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from piper.api.compiling import Compiled, advancing_notice
+from piper.views.explain_exchanges import exchanges
 from piper.views.explain_layouts import index_facts, layouts
 from piper.views.explain_recompute import recomputation
 from piper.views.explain_sharing import sharing
@@ -32,6 +33,7 @@ def explain(compiled: Compiled) -> str:
         recomputation(compiled.plan),
         sharing(compiled.plan, compiled.graph.replication),
         layouts(compiled),
+        exchanges(compiled.plan),
         _overlaps(compiled),
         _roles(compiled.plan),
         _communication(compiled.plan),

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piper_autotune.confirm import Confirmation
-    from piper_autotune.problem import TuningProblem
+    from piper_autotune.problem import TuningProblem, Wanted
     from piper_autotune.rules import RULES
     from piper_autotune.search import SearchProgress
     from piper_autotune.study import NothingFoundError, SearchError, Study
     from piper_autotune.tuner import tune
 
-__all__ = ["RULES", "Confirmation", "NothingFoundError", "SearchError", "SearchProgress", "Study", "TuningProblem", "tune"]
+__all__ = [
+    "RULES",
+    "Confirmation",
+    "NothingFoundError",
+    "SearchError",
+    "SearchProgress",
+    "Study",
+    "TuningProblem",
+    "Wanted",
+    "tune",
+]
 
 _HOME = {
     "RULES": "rules",
@@ -26,6 +36,7 @@ _HOME = {
     "SearchProgress": "search",
     "Study": "study",
     "TuningProblem": "problem",
+    "Wanted": "problem",
     "tune": "tuner",
 }
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from piper_compiler import Options, Strategy, Training
+from piper_compiler import Options, Strategy, Training, policies_of, shardings_of
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
+from piper_ir.layout import Sharding
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Chunk, Program
@@ -116,15 +117,39 @@ class TuningProblem:
 
 def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = (), variants: Iterable[Chunk] = ()) -> Plan:
     """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan."""
-    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants))
+    shared = tuple(axis for axis, _ in program.axes)
+    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants), shared=shared)
 
 
-Wanted = int | tuple[int, tuple[str, ...]]
-"""The rows per microbatch, with policies of recomputation if there are any; 0 stands for any number of rows."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Say which program is wanted.
+
+    Attributes:
+        rows: the rows per microbatch; 0 stands for any number of rows.
+        policies: the policies of recomputation.
+        shardings: how devices share the work of chunks.
+    """
+
+    rows: int = 0
+    policies: tuple[str, ...] = ()
+    shardings: tuple[Sharding, ...] = ()
+
+    @property
+    def special(self) -> bool:
+        """Return whether it is another program than the problem's own, whatever the rows."""
+        return bool(self.policies or self.shardings)
+
+
+def wanted_by(strategy: Strategy, rows: int = 0) -> Wanted:
+    """Return which program a strategy wants."""
+    return Wanted(rows, policies_of(strategy.directives), shardings_of(strategy.directives, strategy.mesh))
+
+
 Variants = Mapping[Wanted, Program | str | None]
 """The program that is wanted: None for the problem's own, a text where the model cannot run so."""
-Under = Callable[[tuple[str, ...], int], Program]
-"""A function that returns the program with variants for policies, at a number of rows (0: at any)."""
+Under = Callable[[Wanted], Program]
+"""A function that returns the program under policies and shardings."""
 
 
 class Programs:
@@ -135,7 +160,7 @@ class Programs:
         self.found: dict[Wanted, Program | str | None] = {}
 
     def add(self, wanted: Wanted) -> Program | str | None:
-        """Return the program at a number of rows, under policies if there are any, and keep it."""
+        """Return the program that is wanted, and keep it."""
         if wanted not in self.found:
             try:
                 program = self._made(wanted)
@@ -146,10 +171,9 @@ class Programs:
         return self.found[wanted]
 
     def _made(self, wanted: Wanted) -> Program:
-        if isinstance(wanted, tuple):
-            rows, policies = wanted
-            return self._own if self._under is None else self._under(policies, rows)
-        return self._own if self._at_rows is None else self._at_rows(wanted)
+        if wanted.special:
+            return self._own if self._under is None else self._under(wanted)
+        return self._own if self._at_rows is None else self._at_rows(wanted.rows)
 
     def exact(self, wanted: Wanted) -> Program | None:
         """Return the program itself; None where there is none."""

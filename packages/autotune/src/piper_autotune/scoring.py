@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from piper_autotune.problem import TuningProblem, Variants, Wanted
-from piper_compiler import CompileRequest, Lowered, Strategy, compiled, policies_of
+from piper_autotune.problem import TuningProblem, Variants, Wanted, wanted_by
+from piper_compiler import CompileRequest, Lowered, Strategy, compiled
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.instr_table import InstrTable
 from piper_ir.plan import Instr, Plan, RolePlan
@@ -47,7 +47,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Needs:
-    """Request the program at a number of rows, under policies of recomputation if there are any."""
+    """Request a program."""
 
     wanted: Wanted
 
@@ -82,16 +82,12 @@ class _Compiling:
 
     def lowered(self) -> Lowered:
         of = self.problem
-        program = self._program((0, self.policies)) if self.policies else of.program
+        wanted = wanted_by(self.strategy)
+        program = self._program(wanted) if wanted.special else of.program
         return compiled(CompileRequest(program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows))
 
-    @property
-    def policies(self) -> tuple[str, ...]:
-        """Return the policies of recomputation for which the program needs variants."""
-        return policies_of(self.strategy.directives)
-
     def at_rows(self, rows: int) -> Program:
-        return self._program((rows, self.policies) if self.policies else rows)
+        return self._program(wanted_by(self.strategy, rows))
 
     def _program(self, wanted: Wanted) -> Program:
         if wanted not in self.variants:

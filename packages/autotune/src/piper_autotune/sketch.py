@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper_autotune.fullest import FullestMoment
-from piper_autotune.problem import Programs, TuningProblem, Wanted, bare_plan
+from piper_autotune.problem import Programs, TuningProblem, Wanted, bare_plan, wanted_by
 from piper_autotune.whole_buckets import WholeBuckets, turns
-from piper_compiler import Strategy, apply_directives, build_graph, directives, policies_of, states, with_buckets
+from piper_compiler import Strategy, apply_directives, build_graph, directives, split_mesh, states, with_buckets
 from piper_ir.errors import PiperError
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
@@ -50,7 +50,7 @@ class Sketch:
     Attributes:
         roles: the chunks of each role.
         groups: chunks of a role that are run in one order.
-        policies: the policies of recomputation.
+        wanted: the program, at any number of rows.
         variants: the names of variants of chunks that are under one.
         graph: one microbatch, placed, with the buckets of parameters.
         buckets: what those of which ranks keep a part need.
@@ -60,7 +60,7 @@ class Sketch:
     replicas: int
     roles: Mapping[str, tuple[str, ...]]
     groups: tuple[ChunkGroup, ...]
-    policies: tuple[str, ...] = ()
+    wanted: Wanted
     variants: Mapping[str, str] = field(default_factory=dict)
     graph: Graph = field(kw_only=True, compare=False, repr=False)
     buckets: WholeBuckets = field(kw_only=True, compare=False, repr=False)
@@ -82,7 +82,7 @@ class Sketches:
         self._seconds: dict[tuple[Mesh, Wanted], Mapping[str, float] | None] = {}
         self._states: dict[int, dict[str, int]] = {}
         self._chunks: dict[Wanted, Mapping[str, Chunk]] = {}
-        self._built: dict[tuple[Mesh, tuple[str, ...]], Graph] = {}
+        self._built: dict[tuple[Mesh, Wanted], Graph] = {}
 
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """Return the sketch of a strategy, or None.
@@ -118,10 +118,9 @@ class Sketches:
                     flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)
                 groups.setdefault((role, flights[key]), []).append(id)
         listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
-        policies = policies_of(strategy.directives)
         buckets = WholeBuckets(graph, turns(graph, orders, parts))
         placed = {r: tuple(c) for r, c in roles.items()}
-        return Sketch(parts, graph.replicas, placed, listed, policies, variants, graph=graph, buckets=buckets)
+        return Sketch(parts, graph.replicas, placed, listed, wanted_by(strategy), variants, graph=graph, buckets=buckets)
 
     def rows(self, sketch: Sketch) -> int | None:
         """Return the rows per microbatch and rank; None when the global batch does not divide."""
@@ -183,7 +182,7 @@ class Sketches:
 
     def _bare(self, sketch: Sketch, rows: int) -> Plan:
         """Return a plan of the roles, channels and buckets of a sketch, which runs nothing."""
-        graph, program = sketch.graph, self._problem.program
+        graph, program = sketch.graph, sketch.graph.program
         roles = tuple([RolePlan(role, placed, graph.mesh.ranks(placed), (), (COMPUTE,)) for role, placed in graph.roles.items()])
         made = bare_plan(program, graph.mesh, rows, program.chunks)
         return replace(made, roles=roles, channels=tuple(graph.channels.values()), buckets=tuple(graph.buckets.values()))
@@ -209,11 +208,11 @@ class Sketches:
         key = Strategy(mesh, [d.single for d in decisions if d.single is not None])
         if key not in self._placed:
             try:
-                policies = policies_of(key.directives)
-                if (key.mesh, policies) not in self._built:
-                    program = self._programs.exact((0, policies)) if policies else None
-                    self._built[key.mesh, policies] = build_graph(program or self._problem.program, key.mesh)
-                graph = apply_directives(self._built[key.mesh, policies], key.directives)
+                wanted = wanted_by(key)
+                if (key.mesh, wanted) not in self._built:
+                    program = (self._programs.exact(wanted) if wanted.special else None) or self._problem.program
+                    self._built[key.mesh, wanted] = build_graph(program, split_mesh(key.mesh, program))
+                graph = apply_directives(self._built[key.mesh, wanted], key.directives)
                 graph = graph if graph.microbatches else directives.split_all(graph, 1)
                 self._placed[key] = with_buckets(graph, self._problem.training)
             except PiperError:  # compiling it says what is wrong, in the user's terms
@@ -225,8 +224,7 @@ class Sketches:
         key = (mesh, wanted)
         if key not in self._seconds:
             program = self._programs.exact(wanted)
-            rows = wanted[0] if isinstance(wanted, tuple) else wanted
-            self._seconds[key] = None if program is None else self._timed(program, mesh, rows)
+            self._seconds[key] = None if program is None else self._timed(program, split_mesh(mesh, program), wanted.rows)
         return self._seconds[key]
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
@@ -273,7 +271,7 @@ def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Fli
 
 
 def _wanted(sketch: Sketch, rows: int) -> Wanted:
-    return (rows, sketch.policies) if sketch.policies else rows
+    return replace(sketch.wanted, rows=rows)
 
 
 def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:

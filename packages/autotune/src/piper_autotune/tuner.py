@@ -15,14 +15,14 @@ from optuna.storages import BaseStorage
 from piper_autotune.confirm import Confirmation, confirm_best
 from piper_autotune.diagnosis import nothing_found
 from piper_autotune.evaluators import Evaluator, Here, Processes
-from piper_autotune.problem import Programs, TuningProblem, Under
+from piper_autotune.problem import Programs, TuningProblem, Under, wanted_by
 from piper_autotune.rules import PruningRules
 from piper_autotune.sampler import GuidedSampler
 from piper_autotune.search import LEADERS, SearchProgress, StrategySearch
 from piper_autotune.space import StrategyFunction, space_key
 from piper_autotune.storage import open_study, quiet, storage_errors, unusable
 from piper_autotune.study import NothingFoundError, SearchError, Study
-from piper_compiler import Strategy, compile_program, policies_of, with_fixed_stages
+from piper_compiler import Strategy, compile_program, with_fixed_stages
 from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
@@ -59,7 +59,7 @@ def tune(
         problem: the job, the cluster and the limit of the search.
         strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy.
         at_rows: as in `compile_program`.
-        under: the program with variants for policies of recomputation, at a number of rows (0: at any).
+        under: the program under policies of recomputation and shardings, at a number of rows.
         trials: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
             rejects are free.
         confirm: how many of the best candidates are run by `measure`.
@@ -182,13 +182,12 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
 
 def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:
     """Return the best strategy as it was scored and run, whatever costs its later users have."""
-    policies = policies_of(strategy.directives)
 
     def at(rows: int) -> Program:
-        return programs.exact((rows, policies) if policies else rows) or problem.program
+        return programs.exact(wanted_by(strategy, rows)) or problem.program
 
     lowered = compile_program(
-        at(0) if policies else problem.program,
+        at(0) if wanted_by(strategy).special else problem.program,
         strategy,
         global_batch=problem.global_batch,
         training=problem.training,

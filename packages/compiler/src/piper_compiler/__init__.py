@@ -13,6 +13,7 @@ from piper_compiler.compile import (
     apply_directives,
     compile_program,
     compiled,
+    split_mesh,
     with_fixed_stages,
 )
 from piper_compiler.directives import (
@@ -73,6 +74,7 @@ __all__ = [
     "site_field",
     "split",
     "split_backward",
+    "split_mesh",
     "states",
     "steps_of",
     "stream",

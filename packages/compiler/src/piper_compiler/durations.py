@@ -11,7 +11,7 @@ from piper_ir.costs import Costs
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import Collective, Compute, Op
 from piper_ir.plan_bytes import state_message_bytes
-from piper_ir.program import Chunk, Cost, Step
+from piper_ir.program import Chunk, Cost, Signature, Step
 from piper_ir.sizes import bind
 
 FLOPS = 3e14
@@ -23,14 +23,22 @@ LINK = 1e11
 
 
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
-    """Return the seconds of one step of a chunk with bound sizes: those given, else from `costs`, else nominal."""
-    known = _known(chunk, step, costs)
-    return nominal(chunk.steps[step].cost) if known is None else known
+    """Return the seconds of one step of a chunk with bound sizes: those given, else from `costs`, else nominal.
+
+    What devices that share the step exchange inside of it is added.
+    """
+    known, sig = _known(chunk, step, costs), chunk.steps[step]
+    return (nominal(sig.cost) if known is None else known) + inside_seconds(sig)
 
 
 def nominal(cost: Cost) -> float:
     """Return the seconds of a step by its FLOPs and bytes on the nominal accelerator."""
     return max(cost.flops / FLOPS, cost.bytes / BANDWIDTH)
+
+
+def inside_seconds(sig: Signature) -> float:
+    """Return the seconds of what devices that share a step exchange inside of it; sizes must be bound."""
+    return sum([collective_seconds(bind(c.nbytes, 0)) for c in sig.collectives])
 
 
 def _known(chunk: Chunk, step: Step, costs: Costs | None) -> float | None:
@@ -67,11 +75,16 @@ class InstructionSeconds:
         listed = list(chunks)
         self._steps: dict[tuple[str, str], float] = {}
         unknown: dict[int, float] = {}  # by the id of a cost, which equal layers share
+        inside: dict[int, float] = {}  # by the id of what is exchanged
         for chunk in listed:
             for step, sig in chunk.steps.items():
                 seconds = _known(chunk, step, costs)
                 if seconds is None and (seconds := unknown.get(id(sig.cost))) is None:
                     seconds = unknown[id(sig.cost)] = nominal(sig.cost)
+                if sig.collectives:
+                    if (key := id(sig.collectives)) not in inside:
+                        inside[key] = inside_seconds(sig)
+                    seconds += inside[key]
                 self._steps[chunk.variant, step] = seconds
         self._given = not listed or listed[0].steps["F"].cost.seconds is not None
 

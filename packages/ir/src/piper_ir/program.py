@@ -48,6 +48,7 @@ class Kernel:
         lowering: the implementation that flops and bytes assume, where the op has several that differ in them, else "".
         op: the operator's name, without the namespace aten or piper and without the _ of an in-place op.
         formula: False where the FLOPs of this op are unknown, and one per element is counted.
+        shared: among how many devices the work is shared of which this is one device's.
     """
 
     kind: KernelKind
@@ -59,12 +60,13 @@ class Kernel:
     lowering: str = ""
     op: str = ""
     formula: bool = True
+    shared: int = 1
 
     def bind(self, rows: int) -> Kernel:
         """Return the kernels at a number of rows."""
         dims = tuple(bind(d, rows) for d in self.dims)
         flops, moved = bind(self.flops, rows), bind(self.bytes, rows)
-        return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op, self.formula)
+        return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op, self.formula, self.shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +288,7 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
                 outputs,
                 ports[id(chunk.ports)],
                 bound_steps,
-                chunk.code,
-                chunk.random,
-                chunk.opaque,
-                chunk.keep,
+                *(chunk.code, chunk.random, chunk.opaque, chunk.keep),
             )
         )
     return tuple(bound)

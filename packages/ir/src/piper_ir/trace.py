@@ -24,7 +24,8 @@ class Span:
     Attributes:
         instr: its index in the program of the rank's role.
         ready: when it could have started, had its stream and its peers been free.
-        bytes: bytes that a communication moved.
+        bytes: bytes that a communication moved; of compute, the messages inside of its steps.
+        inside_s: seconds of the messages inside of its steps, where they are known.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Span:
     bytes: int = 0
     flops: int = 0
     source: Source = "measured"
+    inside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     events += [_metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()]
     for s in (*trace.spans, *trace.waits):
         args: dict[str, Any] = {"instr": s.instr, "ready_us": s.ready * MICROSECONDS, "source": s.source}
-        args |= {k: v for k, v in (("bytes", s.bytes), ("flops", s.flops)) if v}
+        args |= {k: v for k, v in (("bytes", s.bytes), ("flops", s.flops), ("inside_us", s.inside_s * MICROSECONDS)) if v}
         event = {"ph": "X", "name": s.name, "cat": CATEGORIES.get(s.stream, "communication")}
         times = {"ts": s.start * MICROSECONDS, "dur": (s.end - s.start) * MICROSECONDS}
         events.append(event | {"pid": s.rank, "tid": threads[s.rank, s.stream]} | times | {"args": args})

@@ -94,6 +94,7 @@ class Predicted:
     span_bubble_s: float
     peak_bytes: int
     device_bytes: int
+    inside_comm_s: float = 0.0
     memory: Mapping[str, int] = field(default_factory=dict)
     oom: Oom | None = None
     sources: Mapping[str, float] = field(default_factory=dict)

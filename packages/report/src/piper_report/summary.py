@@ -14,6 +14,7 @@ ABSENT = "-"
 FIRST_STEP = "first step, alone"
 WAITING = "waiting for the batch"
 MFU, HFU = "model FLOP utilisation", "hardware FLOP utilisation"
+INSIDE = "communication in steps"
 WARM_UP = "the measured first step is with all warm-up, which is not predicted: no error is shown"
 COUNTED = {
     MFU: "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
@@ -85,6 +86,7 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         (MFU, percent(s["mfu"])),
         (HFU, percent(s["hfu"])),
         ("exposed communication", time_text(s["exposed_comm_s"])),
+        *([(INSIDE, time_text(s["inside_comm_s"]))] if s.get("inside_comm_s") else []),
         ("bubble, global", time_text(s["global_bubble_s"])),
         ("bubble, span", time_text(s["span_bubble_s"])),
         ("peak memory, allocated", size_text(s["peak_bytes"])),

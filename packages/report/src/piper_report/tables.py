@@ -15,7 +15,7 @@ from piper_ir.study import Row
 from piper_ir.tools import size_text, time_text
 from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
-from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WAITING, WARM_UP, Table, percent
+from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, INSIDE, MFU, WAITING, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
 from piper_report.tuning_figures import held
 
@@ -80,6 +80,7 @@ def headline(results: Results) -> Sheet:
         (MFU, "1", percent, predicted("mfu"), mfu),
         (HFU, "1", percent, predicted("hfu"), hfu),
         ("exposed communication", "s", time_text, predicted("exposed_comm_s"), _worst(gaps, "exposed")),
+        (INSIDE, "s", time_text, predicted("inside_comm_s") or None, None),
         ("bubble, global", "s", time_text, predicted("global_bubble_s"), _worst(gaps, "global_bubble")),
         ("bubble, span", "s", time_text, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
         ("peak memory, allocated", "B", size_text, predicted("peak_bytes"), most),

@@ -25,6 +25,7 @@ from piper_simulator.explanation.whatif import WhatIf
 from piper_simulator.explanation.why import Why, why
 from piper_simulator.memory.device_memory import device_memory, device_type
 from piper_simulator.memory.oom import SHOWN, too_much
+from piper_simulator.metrics import repeated_share
 from piper_simulator.simulation import Simulation, simulate
 from piper_simulator.times.engine import run_engine
 from piper_simulator.times.jitter import Distribution
@@ -69,6 +70,7 @@ __all__ = [
     "rank_group",
     "read_messages",
     "route",
+    "repeated_share",
     "run_engine",
     "simulate",
     "split",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from piper_ir.intervals import Idle, Interval, idle
@@ -13,6 +14,7 @@ from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
 from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.durations.cost_model import Work
 
 
 def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
@@ -37,17 +39,22 @@ def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence
     return out
 
 
+def inside_seconds(prepared: Prepared, work: Sequence[Work]) -> float:
+    """Return the seconds of messages inside of steps on the role that has most of them, given the work per node."""
+    return max([sum([w.inside_s for w in work[a:b] if w.inside]) for a, b in pairwise(prepared.offsets)], default=0.0)
+
+
 def model_flops(plan: Plan, tokens_per_row: int) -> int:
     """Return the model FLOPs of one step in the field's convention.
 
     It is 6 N + 12 L h s per token (llm-foundry), N all parameters once, attention without causal discount: three times
     the full products of F (4 b h s^2 d). There is no recompute. Of experts N counts those that a token visits ("active
-    parameters": Switch, arXiv 2101.03961; torchtitan).
+    parameters": Switch, arXiv 2101.03961; torchtitan). Where devices share chunks, all of them together count.
     """
     visited = _visited(plan, plan.rows * tokens_per_row)
-    n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.params)
+    n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.whole_params)
     kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
-    attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count for k in kernels)
+    attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count * k.shared for k in kernels)
     return 6 * n * plan.global_batch * tokens_per_row + 3 * attention * plan.microbatches * plan.replicas
 
 
@@ -140,6 +147,16 @@ def executed_flops(plan: Plan) -> int:
         parts = (part.op for instr in role.program for part in instr.parts)
         total += len(role.ranks) * sum(of[op.variant, op.step] for op in parts if isinstance(op, Compute) and op.step != "B")
     return total
+
+
+def repeated_share(plan: Plan) -> float:
+    """Return the share of FLOPs that devices which share chunks spend on what another of them computes, too."""
+    degree, total, repeated = plan.mesh.degree(plan.shared), 0.0, 0.0
+    for chunk in plan.chunks:
+        for kernel in (k for sig in chunk.steps.values() for k in sig.cost.kernels):
+            flops = bind(kernel.flops, plan.rows) * kernel.count
+            total, repeated = total + flops, repeated + flops * (1 - kernel.shared / degree)
+    return repeated / total if total else 0.0
 
 
 def main_dtype(plan: Plan) -> str:

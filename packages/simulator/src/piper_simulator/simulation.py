@@ -29,7 +29,7 @@ from piper_simulator.memory.device_memory import DeviceMemory, device_memory, de
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.snapshot import Snapshot, snapshot
-from piper_simulator.metrics import flop_notes, idle_times, rates_of, without_formula
+from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, rates_of, without_formula
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
@@ -46,6 +46,7 @@ class Simulation:
         mfu: model FLOPs over peak; None without tokens_per_row or peak.
         hfu: executed FLOPs over peak; None without peak.
         exposed_comm_s: seconds in which compute is idle while the rank communicates; the maximum over ranks.
+        inside_comm_s: seconds of messages inside of steps, which count as busy compute; the maximum over ranks.
         global_bubble_s: step_s - busy compute; the maximum over ranks.
         span_bubble_s: last end - first start - busy; the maximum over ranks.
         bubble_s: the global bubble of each rank.
@@ -75,6 +76,7 @@ class Simulation:
     without_formula: Mapping[str, float]
     notes: tuple[str, ...]
     ooms: tuple[OomVerdict, ...]
+    inside_comm_s: float
     _run: _Run = field(repr=False)
 
     @property
@@ -139,6 +141,7 @@ class Simulation:
             "mfu": self.mfu,
             "hfu": self.hfu,
             "exposed_comm_s": self.exposed_comm_s,
+            "inside_comm_s": self.inside_comm_s,
             "global_bubble_s": self.global_bubble_s,
             "span_bubble_s": self.span_bubble_s,
             "peak_bytes": max(self.peak_bytes, default=0),
@@ -239,6 +242,7 @@ def _simulate(
         without_formula=missing,
         notes=notes,
         ooms=tuple(run.verdicts(devices, peaks, timed.first)),
+        inside_comm_s=inside_seconds(prepared, work),
         _run=run,
     )
 
@@ -321,7 +325,7 @@ class _Run:
                 node = first + i
                 w = self.work[node]
                 start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
-                spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
+                spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source, w.inside_s))
             usages = self.usages[parts.of[r]]
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
         whole = tuple(spans), tuple(memory)

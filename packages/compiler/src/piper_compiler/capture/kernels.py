@@ -14,10 +14,16 @@ from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Cost, Kernel
 from piper_ops import KernelInfo, kernel_of
 
+SHARED = "shared_by"
+"""The key of a node's meta that says among how many devices its work is shared."""
+
 
 def cost(step: StepGraph) -> Cost:
     """Return the kernels one by one, in the order of their launch."""
-    return listed(aliasing.asked(kernel_of, n) for n in step.graph.nodes if n.op == "call_function" and _launches(n))
+    found = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
+    made = listed(aliasing.asked(kernel_of, n) for n in found)
+    shared = [n.meta.get(SHARED, 1) for n in found]
+    return Cost(tuple([replace(k, shared=by) if by > 1 else k for k, by in zip(made.kernels, shared, strict=True)]))
 
 
 def listed(launched: Iterable[KernelInfo]) -> Cost:

@@ -5,7 +5,7 @@ is data: no pass knows any recipe.
 """
 
 from piper_compiler.actions import Action
-from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, recomputation, stage_orders
+from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, recomputation, stage_orders, tensor_parallel
 from piper_compiler.recipes.dualpipe import dualpipe, dualpipe_v
 from piper_compiler.recipes.from_csv import from_csv
 from piper_compiler.recipes.interleaved import interleaved, looped_bfs
@@ -33,6 +33,7 @@ __all__ = [
     "recomputation",
     "scheduled",
     "stage_orders",
+    "tensor_parallel",
     "v_frontier",
     "v_half",
     "v_min",

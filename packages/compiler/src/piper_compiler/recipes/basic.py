@@ -1,10 +1,10 @@
-"""Make schedules with one stage per device (GPipe, 1F1B, the default order), and data parallelism."""
+"""Make schedules with one stage per device (GPipe, 1F1B, the default order), data and tensor parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, split
+from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, shard, split
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
 from piper_ir.errors import DirectiveError
@@ -88,6 +88,15 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
         for policy, stages in stages_by_policy.items()
         if policy != KEEP_ALL
     )
+
+
+def tensor_parallel(*, sequence: bool = False) -> tuple[Directive, ...]:
+    """Let the devices along the mesh axis tp share the work of every chunk; see `shard`.
+
+    With `sequence` they share along its tokens what passes from layer to layer, too. It composes with the recipes
+    written after it.
+    """
+    return (shard(where(), over="tp", stream="tokens" if sequence else ""),)
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from piper_ir.ops import COMM, Compute, Load
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_ir.plan_bytes import PlanBytes
+from piper_ir.sizes import bind
 from piper_ir.trace import BATCH, MemSample, Span, Trace
 from piper_runtime.engine.memory import MemoryPoint
 
@@ -88,20 +89,23 @@ def _without_waits(spans: list[Span], waits: Sequence[Wait]) -> list[Span]:
 
 
 class _Sizes:
-    """Count the bytes moved by a communication and the FLOPs of computation, once per step of a chunk."""
+    """Count the bytes moved by a communication or inside of computation, and its FLOPs, once per step of a chunk."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._traffic = plan, PlanBytes(plan)
-        self._flops: dict[Compute, int] = {}
+        self._steps: dict[Compute, tuple[int, int]] = {}
 
     def __call__(self, instr: Instr) -> tuple[int, int]:
         op = instr.parts[0].op
         if isinstance(op, COMM):
             return self._traffic.message_bytes(op, instr.parts[0]), 0
-        return 0, sum(self._step_flops(p.op) for p in instr.parts if isinstance(p.op, Compute))
+        steps = [self._step(p.op) for p in instr.parts if isinstance(p.op, Compute)]
+        return sum([sent for sent, _ in steps]), sum([flops for _, flops in steps])
 
-    def _step_flops(self, op: Compute) -> int:
-        if op not in self._flops:
+    def _step(self, op: Compute) -> tuple[int, int]:
+        if op not in self._steps:
             assert op.step != "B"
-            self._flops[op] = self._plan.chunk(op.variant).steps[op.step].cost.flops
-        return self._flops[op]
+            sig = self._plan.chunk(op.variant).steps[op.step]
+            sent = sum([bind(c.nbytes, self._plan.rows) for c in sig.collectives])
+            self._steps[op] = sent, sig.cost.flops
+        return self._steps[op]

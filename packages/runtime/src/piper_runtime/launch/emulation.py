@@ -5,7 +5,8 @@ This is the `emulated` launcher.
 It tests whether a simulation agrees with a run. Everything that can delay a plan is real: one process per rank, one
 thread per communication stream, issue in program order, waits, and a message on every channel. A communication sends
 the moment at which its rank was there; it starts when its last member is there, and takes its simulated time on all of
-them. No tensor of the plan exists.
+them. No tensor of the plan exists. Devices that share the work of chunks begin an instruction together, and sleep for
+its messages as well.
 
 Time: an instruction begins when its waits have ended, and sleeps until that moment plus its duration. When this machine
 wakes a thread too late, that is not part of the plan, and later sleeps are shorter for it. The same holds for the time

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
-from piper_ir.ops import COMM, Recv, Send
-from piper_ir.plan import Plan
+from piper_ir.ops import COMM, Compute, Recv, Send
+from piper_ir.plan import Channel, Instr, Plan
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import PHASE, RUNNING, CpuStreams, Heartbeat
 from piper_runtime.engine.trace import TimedSpan
@@ -69,9 +69,9 @@ def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommun
     plan: Plan = pickle.loads(request.plan)
     communicators.connect(plan)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
-    timed = TimedRank(plan, rank, request)
+    timed = TimedRank(plan, rank, request, communicators)
     # The engine needs of a rank its entries, begin and end; there is nothing else without tensors.
-    engine = Engine(cast(Rank, timed), backend, lambda comm: timed.communication(comm, communicators), heart)
+    engine = Engine(cast(Rank, timed), backend, timed.communication, heart)
     report = EmulationReport(held_up=timed.held_up)
     report.started = timed.now = _common_start(communicators.store, request.meeting, plan.mesh.world)
     sleep_until(report.started)
@@ -113,6 +113,10 @@ class Moment:
     real: float
 
 
+Meet = Callable[[Moment], list[Moment]]
+"""A call that tells others when this rank was there, and returns when each of them was."""
+
+
 def latest(moments: Iterable[Moment]) -> Moment:
     """Return the moment when all of them have ended."""
     found = list(moments)
@@ -130,8 +134,10 @@ class TimedRank:
     gone on.
     """
 
-    def __init__(self, plan: Plan, rank: int, request: EmulationRequest) -> None:
+    def __init__(self, plan: Plan, rank: int, request: EmulationRequest, communicators: GlooCommunicators) -> None:
         self.rank, self.step = rank, 0
+        self._communicators = communicators
+        self._inside: dict[str, Meet] = {}
         self.now = 0.0
         self.spans: list[TimedSpan] = []
         self.held_up: list[float] = []
@@ -158,10 +164,31 @@ class TimedRank:
         instr = self._program[index]
         op = instr.parts[0].op
         if not isinstance(op, COMM):
-            return BoundInstr(index, instr.stream, instr.waits, instr.name, work=lambda: self._run(index, self._ready(index)))
+            meets = [self._meet_inside(channel) for channel in _inside(self._plan, self.rank, instr)]
+            return BoundInstr(index, instr.stream, instr.waits, instr.name, work=lambda: self._compute(index, meets))
         peers = self._plan.peers(self._plan.channel(op.channel), self.rank)
         comm = _TimedComm(comm_kind(op), op.channel, peers, _no_tensor, index=index)
         return BoundInstr(index, instr.stream, instr.waits, instr.name, comm=comm)
+
+    def _meet_inside(self, channel: Channel) -> Meet:
+        """Return the call by which devices that share chunks meet, one for all instructions."""
+        if channel.id not in self._inside:
+            peers = self._plan.peers(channel, self.rank)
+            self._inside[channel.id] = _meeting(
+                BoundComm("all_reduce", channel.id, peers, _no_tensor), self.rank, self._communicators
+            )
+        return self._inside[channel.id]
+
+    def _compute(self, index: int, meets: Sequence[Meet]) -> None:
+        """Take the time of an instruction of the compute stream.
+
+        Devices that exchange something inside of its steps run it together: as the last of them is there.
+        """
+        ready = self._ready(index)
+        for meet in meets:
+            sleep_until(ready.planned)
+            ready = latest(meet(Moment(ready.planned, time.perf_counter())))
+        self._run(index, ready)
 
     def _ready(self, index: int) -> Moment:
         """Return when an instruction may begin as far as this rank knows: issued, its waits done, its stream free."""
@@ -187,11 +214,11 @@ class TimedRank:
         done = self._done[instr.stream]
         done.append(latest([arrival, *done[-1:]]))
 
-    def communication(self, comm: BoundComm, communicators: GlooCommunicators) -> Thunk:
+    def communication(self, comm: BoundComm) -> Thunk:
         """Return the closure that meets the other members of a communication and takes its time with them."""
         assert isinstance(comm, _TimedComm)
         index = comm.index
-        meet = _meeting(comm, self.rank, communicators)
+        meet = _meeting(comm, self.rank, self._communicators)
 
         def run() -> None:
             ready = self._ready(index)
@@ -205,7 +232,15 @@ def _no_tensor() -> torch.Tensor:
     raise TypeError("an emulated communication has no tensor of the plan's")
 
 
-def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
+def _inside(plan: Plan, rank: int, instr: Instr) -> list[Channel]:
+    """Return the channels on which the devices that share chunks meet inside of an instruction's steps."""
+    steps = [plan.chunk(p.op.variant).steps[p.op.step] for p in instr.parts if isinstance(p.op, Compute) and p.op.step != "B"]
+    axes = dict.fromkeys(plan.mesh.along(c.axis) for step in steps for c in step.collectives)
+    role = plan.role_of(rank).role
+    return [c for c in plan.channels if c.purpose == "tensor" and role in c.roles and c.over in axes]
+
+
+def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Meet:
     """Return a call that tells the other members when this rank was there, and returns when each of them was.
 
     The message is as small as possible and goes through the same communicator as the plan's would. The members of a

@@ -2,7 +2,8 @@
 
 All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they
 compute at once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one
-device, with the closures that a run binds and a clock around each. Messages go over communicators like those of a run,
+device, with the closures that a run binds and a clock around each; of chunks that devices share, what one of them does,
+without the messages inside. Messages go over communicators like those of a run,
 between ranks that do nothing else.
 
 On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are
@@ -21,6 +22,7 @@ from functools import partial
 
 import torch
 
+from piper_ir.collectives import law_of
 from piper_ir.errors import ExecutionError
 from piper_ir.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
@@ -187,7 +189,9 @@ class _Profiler:
 
     def _bound(self, plan: Plan, rank: int, job: RankJob) -> Rank:
         code, params, buffers = self._request.code[plan.rows], self._request.params, self._request.buffers
-        return Rank(plan, rank, code, job, params, buffers, None, self._device)
+        bound = Rank(plan, rank, code, job, params, buffers, None, self._device)
+        bound.exchange = partial(_copied, plan)
+        return bound
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
         """Yield (step, whether it counts), with all ranks starting each together."""
@@ -260,6 +264,19 @@ class _Profiler:
             return
         found = list(host_seconds(self._heart, self._turns()))[WARMUP:]
         self.report.issue, self.report.talk = [issue for issue, _ in found], [talk for _, talk in found]
+
+
+def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+    """Return something of the shape that a collective inside of a step returns, without one.
+
+    Messages are measured apart: here a device would wait for others, and measure them instead of its kernels.
+    """
+    law = law_of(kind)
+    if law.writes == "part":
+        given = given[0]
+    elif law.reads == "part":
+        given = given.expand(plan.mesh.degree(plan.mesh.along(axis)), *given.shape)
+    return given.clone(memory_format=torch.contiguous_format)
 
 
 def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | None, Thunk]]:

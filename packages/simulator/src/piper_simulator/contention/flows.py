@@ -38,7 +38,7 @@ from typing import TypeVar, assert_never
 
 from piper_ir.collectives import law_of
 from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM, message_op
+from piper_ir.ops import COMM, Op, message_op
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import Prepared
 from piper_simulator.cluster.cluster import Cluster
@@ -154,14 +154,9 @@ def message_flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: W
     Raises ClusterError for a stream that takes as many SMs as a device has, or where the cluster does not say how many
     that are.
     """
-    demands = _Demands(plan, prepared.roles, wires)
+    loads = PlanLoads(plan, prepared.roles, wires)
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
-    out = []
-    for members in prepared.groups:
-        op = ops[members[0]]
-        assert isinstance(op, COMM), "groups are of communication"
-        out.append(demands.flow(plan.channel(op.channel), message_op(op), work[members[0]]))
-    return out
+    return [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]
 
 
 def slows_anything(found: Sequence[Flow]) -> bool:
@@ -169,17 +164,23 @@ def slows_anything(found: Sequence[Flow]) -> bool:
     return any(f.seconds and (f.shares or any(map(any, f.takes.values()))) for f in found)
 
 
-class _Demands:
+class PlanLoads:
     """Make the flows of one plan's messages; equal messages of a channel have the same flow."""
 
-    def __init__(self, plan: Plan, roles: Sequence[str], wires: Wiring) -> None:
+    def __init__(self, plan: Plan, roles: Sequence[str], wires: Wiring, within: Sequence[tuple[Channel, str]] = ()) -> None:
+        """Prepare for a plan in whose steps there are messages of these kinds, on these channels."""
         self.wires = wires
         self.plan = plan
         self.index = {role: r for r, role in enumerate(roles)}
-        self.routes = {(c.id, op): route(op, instances(plan, c), wires) for c, op in _uses(plan)}
+        self.routes = {(c.id, op): route(op, instances(plan, c), wires) for c, op in (*_uses(plan), *within)}
         self.shared = shared_resources(self.routes, wires)
         self.sms = _sms(plan, wires)
         self.known: dict[tuple[str, str, int, float], Flow] = {}
+
+    def of_group(self, op: Op, work: Work) -> Flow:
+        """Return the load of a communication."""
+        assert isinstance(op, COMM), "groups are of communication"
+        return self.flow(self.plan.channel(op.channel), message_op(op), work)
 
     def flow(self, channel: Channel, op: str, work: Work) -> Flow:
         key = channel.id, op, work.bytes, work.seconds

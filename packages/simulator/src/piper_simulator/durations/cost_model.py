@@ -19,18 +19,44 @@ from piper_simulator.cluster.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
+class StepMessages:
+    """Hold the messages of one kind that devices exchange inside of an instruction's steps.
+
+    Attributes:
+        axis: the mesh axis along which the devices share the work.
+        op: the kind of collective.
+        count: how many there are.
+        bytes: the bytes of all of them, on one rank.
+        seconds: the duration of all of them.
+    """
+
+    axis: str
+    op: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """Hold the duration, bytes and FLOPs of one instruction.
 
     Attributes:
-        seconds: its duration where nothing runs beside it.
-        bytes: of a communication, the size of the message on one rank.
+        seconds: its duration where nothing runs beside it, with the messages inside of its steps.
+        bytes: of a communication, the size of the message on one rank; of compute, of the messages inside of its steps.
+        inside: the messages inside of its steps.
     """
 
     seconds: float
     source: Source
     bytes: int = 0
     flops: int = 0
+    inside: tuple[StepMessages, ...] = ()
+
+    @property
+    def inside_s(self) -> float:
+        """Return the seconds of the messages inside of its steps."""
+        return sum([m.seconds for m in self.inside])
 
 
 class CostModel(Protocol):

@@ -5,13 +5,16 @@ else is one kernel that moves bytes of memory. A role's instructions take as lon
 its messages as long as the slowest instance of their channel. `simulate` passes roles whose ranks are alike
 (`piper_simulator.times.splitting`).
 
+A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other.
+Measured durations of such steps are those of the kernels.
+
 Where the host is the device (a CPU), the processor time of a message delays the computation that is issued next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from piper_ir.costs import Costs, Duration
@@ -20,12 +23,13 @@ from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Chunk, Step
+from piper_ir.sizes import bind
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
-from piper_simulator.durations.cost_model import CostModel, Work, given_only
-from piper_simulator.durations.instances import instances
+from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
+from piper_simulator.durations.instances import instances, meeting_inside
 from piper_simulator.durations.kernels import Took, is_guess, launched, step_took
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
@@ -64,6 +68,8 @@ class DeviceModel(CostModel):
         self.uniform = not self._inline and all(part.op != "Batch" for part in self.costs.parts)
         self._traffic = PlanBytes(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
+        self._meets = bool(plan.shared)
+        self._inside: dict[tuple[Compute, int, str], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[RankGroup]] = {}
         self._slowest: dict[str, float] = {}
@@ -84,7 +90,9 @@ class DeviceModel(CostModel):
         done = self._computed(role, instr, kinds[0])
         if len(kinds) > 1:
             done = max([done, *(self._computed(role, instr, k) for k in kinds[1:])], key=lambda w: w.seconds)
-        return done if factor == 1 else replace(done, seconds=done.seconds * factor)
+        if factor == 1:
+            return done
+        return replace(done, seconds=done.seconds + (factor - 1) * (done.seconds - done.inside_s))
 
     def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
         if len(self._devices) == 1 or self.cluster is None:
@@ -102,7 +110,11 @@ class DeviceModel(CostModel):
         if len(parts) == 1 and not more:
             return parts[0]
         seconds = more + sum([p.seconds for p in parts])
-        return Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
+        done = Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
+        if not self._meets:
+            return done
+        inside = [m for p in parts for m in p.inside]
+        return replace(done, bytes=sum([m.bytes for m in inside]), inside=_summed(inside))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -156,7 +168,7 @@ class DeviceModel(CostModel):
         if isinstance(part.op, Compute):
             if (part.op, kind) not in self._steps:
                 self._steps[part.op, kind] = self._step(part.op, kind)
-            return self._steps[part.op, kind]
+            return self._with_messages(role, part.op, kind) if self._meets else self._steps[part.op, kind]
         if self.given:
             return Work(0.0, "given")
         update = updated(self.plan, role, part.op) if isinstance(part.op, Update) else None
@@ -228,6 +240,22 @@ class DeviceModel(CostModel):
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
 
+    def _with_messages(self, role: RolePlan, op: Compute, kind: int) -> Work:
+        """Return the work of a step with the messages inside of it."""
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+        key = op, kind, role.role
+        if key not in self._inside:
+            kernels = self._steps[op, kind]
+            taken = [
+                (c, self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, bind(c.nbytes, self.plan.rows)))
+                for c in self.plan.chunk(op.variant).steps[op.step].collectives
+            ]
+            inside = _summed([StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds) for c, w in taken])
+            source = min([kernels.source, *(w.source for _, w in taken)], key=_TRUST.index)
+            seconds = kernels.seconds + sum([w.seconds for _, w in taken])
+            self._inside[key] = Work(seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside)
+        return self._inside[key]
+
     def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
         """Return the duration of R where that of F is known: it is to F's as computed durations are."""
         known, device = self._known[kind].of_compute(chunk.id, "F", chunk.cost_code("F"), self.plan.rows), self._devices[kind]
@@ -243,15 +271,24 @@ class DeviceModel(CostModel):
         return device
 
     def _comm(self, op: Comm, part: Part) -> Work:
-        key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
+        return self._on_channel(self.plan.channel(op.channel), message_op(op), self._traffic.message_bytes(op, part))
+
+    def _on_channel(self, channel: Channel, op: str, nbytes: int) -> Work:
+        key = (channel.id, op, nbytes)
         if key not in self._messages:
-            self._messages[key] = self._message(self.plan.channel(op.channel), key[1], key[2])
+            self._messages[key] = self._message(channel, op, nbytes)
         return self._messages[key]
 
     def _comm_key(self, channel: Channel, op: str, nbytes: int) -> tuple[str, int, int, int]:
-        members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
+        members = self._members(channel)
         nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
         return op, nbytes, len(members), nodes
+
+    def _members(self, channel: Channel) -> Sequence[int]:
+        """Return the ranks of one instance of a channel."""
+        if not self.plan.roles:
+            return instances(self.plan, channel)[0]
+        return self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
 
     def _message(self, channel: Channel, op: str, nbytes: int) -> Work:
         key = self._comm_key(channel, op, nbytes)
@@ -280,15 +317,30 @@ class DeviceModel(CostModel):
 
     def _all_known(self, channel: Channel) -> bool:
         """Return whether the costs hold for all kinds of devices on a channel."""
+        if not self.plan.roles:
+            return all(known is self.costs for known in self._known)
         return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
 
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
         """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
         if channel.id not in self._groups:
-            self._groups[channel.id] = frozenset([rank_group(cluster, members) for members in instances(self.plan, channel)])
+            found = [rank_group(cluster, members) for members in instances(self.plan, channel)]
+            if not self.plan.roles:  # nobody knows yet where they are: at best over links that are not slow
+                found = [replace(g, inter_factor=1.0, intra_factor=1.0) for g in found]
+            self._groups[channel.id] = frozenset(found)
             if any(g.slowed for g in self._groups[channel.id]):
                 self._provenance.crossed(slow for members in instances(self.plan, channel) for slow in crossed(cluster, members))
         return self._groups[channel.id]
+
+
+def _summed(messages: Iterable[StepMessages]) -> tuple[StepMessages, ...]:
+    """Return one entry per axis and kind of message."""
+    found: dict[tuple[str, str], StepMessages] = {}
+    for m in messages:
+        key = m.axis, m.op
+        n = found.get(key, StepMessages(*key, 0, 0, 0.0))
+        found[key] = StepMessages(*key, n.count + m.count, n.bytes + m.bytes, n.seconds + m.seconds)
+    return tuple(found.values())
 
 
 def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from piper_ir.plan import Channel, Plan
+from collections.abc import Sequence
+
+from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
+
+
+def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
+    """Return the channel on which the devices along an axis meet inside of the steps of a role.
+
+    It is also that of a role whose ranks are part of another's, and of a plan that has no channels yet.
+    """
+    return Channel(inside_channel(axis, role.role), "group", (role.role,), (COMPUTE,), plan.mesh.along(axis), "tensor")
+
+
+def in_step(plan: Plan) -> Sequence[int]:
+    """Return for each rank the number of its unit: the ranks that share the work of chunks.
+
+    They meet inside of every step, so that they do the same at the same time.
+    """
+    world = plan.mesh.world
+    if not plan.shared:
+        return range(world)
+    units: dict[tuple[int, ...], int] = {}
+    others = [axis for axis in plan.mesh.axes if axis not in plan.shared]
+    places = [plan.mesh.coords(rank) for rank in range(world)]
+    return [units.setdefault(tuple([place[axis] for axis in others]), len(units)) for place in places]
 
 
 def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
@@ -10,7 +34,10 @@ def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
 
     The result agrees with `Plan.peers` for every rank, in time linear in the ranks.
     """
-    mesh, first = plan.mesh, plan.role(channel.roles[0])
+    mesh = plan.mesh
+    if not plan.roles:  # of a plan of chunks alone: the ranks that meet rank 0
+        return [mesh.ranks({axis: 0 for axis in mesh.axes if axis not in channel.over})]
+    first = plan.role(channel.roles[0])
     if channel.kind == "p2p":
         there = plan.role(channel.roles[1]).placed
         return [(rank, mesh.rank({**mesh.coords(rank), **there})) for rank in first.ranks]

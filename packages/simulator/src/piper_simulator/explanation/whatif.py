@@ -98,7 +98,8 @@ class Case:
         if measured:
             before, issue_before = self._before()
             scaled = [_scaled(w.seconds, new.seconds, old) for w, new, old in zip(self.work, work, before, strict=True)]
-            work = [replace(w, seconds=seconds) for w, seconds in zip(self.work, scaled, strict=True)]
+            inside = [new.inside for new in work]
+            work = [replace(w, seconds=s, inside=m) for w, s, m in zip(self.work, scaled, inside, strict=True)]
             issue = _scaled(self.issue, issue, issue_before)
         return self._timed(work, issue, cluster)[0].makespan
 

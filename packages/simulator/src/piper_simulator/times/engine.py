@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 
@@ -22,6 +22,7 @@ from simpy.events import Timeout
 
 from piper_ir.steady_state import host_seconds, later_half, steady
 from piper_ir.timing import Prepared, Times, after_updates
+from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.shared_activities import SharedActivities
 
@@ -34,16 +35,18 @@ def run_engine(
     issue: float = 0.0,
     steps: int = 1,
     flows: Sequence[Flow] | None = None,
+    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
 ) -> list[Times]:
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
     member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` give for each group its
-    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared.
+    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared. `inside` has the
+    pieces of the nodes with messages inside of their steps, which share links like others.
     """
     n = len(prepared)
     times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
-    engine = _Engine(prepared, durations, latency, issue, steps, flows, times)
+    engine = _Engine(prepared, durations, latency, issue, steps, flows, times, inside)
     engine.start()
     engine.env.run()
     engine.finish()
@@ -55,7 +58,15 @@ PERIOD_STEPS = 6, 16
 """The numbers of steps that are run to see them repeat, first the one, then the other."""
 
 
-def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
+def period(
+    prepared: Prepared,
+    durations: Sequence[float],
+    flows: Sequence[Flow],
+    *,
+    latency: float,
+    issue: float,
+    inside: Mapping[int, Sequence[TimedPiece]] | None = None,
+) -> float:
     """Return the period as `piper_ir.steady_state.period` does, but under contention.
 
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
@@ -65,7 +76,7 @@ def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow]
     if not prepared.streams:
         return 0.0
     for steps in PERIOD_STEPS:
-        engine = _Engine(prepared, durations, latency, issue, steps, flows, ())
+        engine = _Engine(prepared, durations, latency, issue, steps, flows, (), inside)
         ends = _StepEnds(engine.env, len(prepared.streams), steps, host)
         engine.start(ends)
         engine.env.run(until=ends.known)
@@ -233,7 +244,8 @@ class _Stream:
                 Timeout(self.env, duration).callbacks.append(self._ended)
                 return
             else:
-                self.engine.shared.begin(self.role, duration, self.flows[at], self._ended)
+                pieces = self.engine.inside.get(node) or ((duration, self.flows[at]),)
+                self.engine.shared.run(self.role, pieces, self._ended)
                 return
 
     def _next_step(self) -> bool:
@@ -297,8 +309,9 @@ class _Engine:
         steps: int,
         flows: Sequence[Flow] | None,
         times: Sequence[Times],
+        inside: Mapping[int, Sequence[TimedPiece]] | None,
     ) -> None:
-        self.env = Environment()
+        self.env, self.inside = Environment(), inside or {}
         self.prepared, self.durations, self.latency, self.steps, self.times = prepared, durations, latency, steps, times
         self.flows: Sequence[Flow | None] = [None] * len(prepared.groups) if flows is None else flows
         self.shared = None if flows is None else SharedActivities(self.env, len(prepared.roles))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from simpy import Environment, Event
 from simpy.events import Timeout
 
+from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
 
 
@@ -22,6 +23,11 @@ class SharedActivities:
         self.env = env
         self.pool = SharedPool(roles, self._sooner)
         self.ends: dict[Activity, tuple[Callable[[Event], None], int]] = {}
+
+    def run(self, role: int, pieces: Sequence[TimedPiece], ended: Callable[[Event], None]) -> None:
+        """Run pieces of compute and messages of a role, one after the other; `ended` is called at the end."""
+        (seconds, flow), *others = pieces
+        self.begin(role, seconds, flow, (lambda _: self.run(role, others, ended)) if others else ended)
 
     def begin(self, role: int, seconds: float, flow: Flow | None, ended: Callable[[Event], None]) -> None:
         """Begin a message, or compute of a role, now; `ended` is called at its end."""

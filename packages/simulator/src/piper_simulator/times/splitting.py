@@ -8,6 +8,9 @@ and new ones by the colours of their neighbours, until no class falls apart any 
 the same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages get equal
 ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
 
+Ranks that share the work of chunks meet inside of every step. So they are a unit
+(`piper_simulator.durations.instances`), which is as slow as the slowest of them, and never fall apart.
+
 The split plan is a plan of the same ranks, in which each class is a role, and the instances of a channel that meet in
 the same classes are a channel. It is for timing only: memory, buckets and execution are those of the plan itself.
 """
@@ -23,7 +26,7 @@ from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import Resource, Wiring, passes, wiring
 from piper_simulator.durations.communication import rank_group
-from piper_simulator.durations.instances import instances
+from piper_simulator.durations.instances import in_step, instances
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,11 @@ def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
 
 
 def each_rank(plan: Plan, left_out: frozenset[int] = frozenset()) -> SplitPlan:
-    """Make every rank a role of its own, except those that are left out.
+    """Make every rank, with those that share its chunks, a role of its own, except those that are left out.
 
     The other members of a channel meet without these; a transfer needs both its ends.
     """
-    return _by_colours(plan, _meetings(plan), [-1 if r in left_out else r for r in range(plan.mesh.world)])
+    return _by_colours(plan, _meetings(plan), [-1 if r in left_out else unit for r, unit in enumerate(in_step(plan))])
 
 
 def _whole(plan: Plan) -> SplitPlan:
@@ -83,27 +86,33 @@ def _meetings(plan: Plan) -> list[_Meeting]:
 
 
 def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared: bool) -> list[int]:
-    graph = _Graph(plan, cluster, meetings)
+    units = in_step(plan)
+    graph = _Graph(plan, cluster, meetings, units)
     if shared:
         graph.add_links(wiring(cluster))
-    return refined(graph.first, graph.neighbours, graph.seen)[: plan.mesh.world]
+    colours = refined(graph.first, graph.neighbours, graph.seen)
+    return [colours[unit] for unit in units]
 
 
 class _Graph:
-    """Hold a graph in which ranks, instances of channels, and links are neighbours of what they touch."""
+    """Hold a graph in which units of ranks, instances of channels, and links are neighbours of what they touch."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting]) -> None:
-        world, role_of = plan.mesh.world, _whole(plan).role_of
-        self._world, self._meetings = world, meetings
+    def __init__(self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], units: Sequence[int]) -> None:
+        role_of = _whole(plan).role_of
+        inside: list[list[int]] = [[] for _ in range(max(units, default=-1) + 1)]
+        for rank, unit in enumerate(units):
+            inside[unit].append(rank)
+        self._world, self._meetings = len(inside), meetings
         self._p2p = [plan.channels[m.channel].kind == "p2p" for m in meetings]
-        self.first: list[Hashable] = [(role_of[r], cluster.kind_of(r), cluster.slow_ranks.get(r, 1.0)) for r in range(world)]
+        self._ends = [list(dict.fromkeys([units[rank] for rank in m.members])) for m in meetings]
+        self.first: list[Hashable] = [(role_of[ranks[0]], *_pace(cluster, ranks)) for ranks in inside]
         self.first += [(m.channel, rank_group(cluster, m.members)) for m in meetings]
-        self.neighbours: list[list[int]] = [[] for _ in range(world)]
-        self.neighbours += [list(m.members) for m in meetings]
+        self.neighbours: list[list[int]] = [[] for _ in inside]
+        self.neighbours += map(list, self._ends)
         self._times: list[list[float]] = [[] for _ in self.first]  # per link of an instance, or per user of a link
-        for node, m in enumerate(meetings, world):
-            for rank in m.members:
-                self.neighbours[rank].append(node)
+        for node, ends in enumerate(self._ends, self._world):
+            for unit in ends:
+                self.neighbours[unit].append(node)
 
     def add_links(self, wires: Wiring) -> None:
         number: dict[Resource, int] = {}
@@ -132,9 +141,16 @@ class _Graph:
         k = node - self._world
         if k >= len(self._meetings):
             return tuple(sorted(zip(around, self._times[node], strict=True)))
-        n = len(self._meetings[k].members)
+        n = len(self._ends[k])
         ends: Hashable = tuple(around[:n]) if self._p2p[k] else frozenset(around[:n])
         return ends, tuple(sorted(zip(around[n:], self._times[node], strict=True)))
+
+
+def _pace(cluster: Cluster, ranks: Sequence[int]) -> tuple[Hashable, float]:
+    """Return the kinds of devices of a unit, and how many times as long its slowest rank takes."""
+    if len(ranks) == 1:
+        return cluster.kind_of(ranks[0]), cluster.slow_ranks.get(ranks[0], 1.0)
+    return tuple(sorted({cluster.kind_of(r) for r in ranks})), max([cluster.slow_ranks.get(r, 1.0) for r in ranks])
 
 
 def refined(

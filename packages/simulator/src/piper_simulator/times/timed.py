@@ -10,8 +10,8 @@ from piper_ir import steady_state, timing
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times
 from piper_simulator.cluster.cluster import Cluster
-from piper_simulator.contention.flows import message_flows, slows_anything, wiring
-from piper_simulator.contention.rates import Flow
+from piper_simulator.contention.flows import wiring
+from piper_simulator.contention.loads import SharedFlows, all_loads
 from piper_simulator.durations.cost_model import Work, given_only
 from piper_simulator.times import engine
 
@@ -43,27 +43,27 @@ def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
     return cluster is not None and not cluster.synchronous and not given_only(plan)
 
 
-def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
+def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> SharedFlows | None:
     """Return the loads of messages; None where contention does not count, or no message slows anything down.
 
     `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`.
     """
     if cluster is None or not contention_applies(plan, cluster):
         return None
-    found = message_flows(plan, prepared, work, wiring(cluster))
-    return found if slows_anything(found) else None
+    found = all_loads(plan, prepared, work, wiring(cluster))
+    return found if found.slow_anything else None
 
 
-def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float) -> Times:
+def step_alone(prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None, *, latency: float, issue: float) -> Times:
     """Return the times of one step from a common start, given `flows` of `shared_flows`; without them by the sweep."""
     durations = _alone(prepared, work, flows)
     if flows is None:
         return timing.sweep(prepared, durations, latency=latency, issue=issue)
-    return engine.run_engine(prepared, durations, latency=latency, issue=issue, flows=flows)[0]
+    return _run(prepared, durations, flows, latency=latency, issue=issue)[0]
 
 
 def time_steps(
-    prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float, steps: int = 1
+    prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None, *, latency: float, issue: float, steps: int = 1
 ) -> Timed:
     """Return the times of several steps and of a step alone, and the period under contention.
 
@@ -76,21 +76,26 @@ def time_steps(
         period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
         return Timed(times[0], times[-1], durations, period_s, None)
     first = step_alone(prepared, work, flows, latency=latency, issue=issue)
-    last = (
-        engine.run_engine(prepared, durations, latency=latency, issue=issue, flows=flows, steps=steps)[-1] if steps > 1 else first
-    )
+    last = _run(prepared, durations, flows, latency=latency, issue=issue, steps=steps)[-1] if steps > 1 else first
     lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
     slowed = [
         sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
         for a, b in pairwise(prepared.offsets)
     ]
-    period_s = engine.period(prepared, durations, flows, latency=latency, issue=issue)
+    period_s = engine.period(prepared, durations, flows.messages, latency=latency, issue=issue, inside=flows.inside)
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
 
 
-def _alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None) -> list[float]:
+def _run(
+    prepared: Prepared, durations: Sequence[float], flows: SharedFlows, *, latency: float, issue: float, steps: int = 1
+) -> list[Times]:
+    loads, inside = flows.messages, flows.inside
+    return engine.run_engine(prepared, durations, latency=latency, issue=issue, steps=steps, flows=loads, inside=inside)
+
+
+def _alone(prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None) -> list[float]:
     """Return the uncontended duration per node, which for messages limited to few SMs is that of their flow."""
     durations = [w.seconds for w in work]
-    for members, flow in zip(prepared.groups, flows or ()):
+    for members, flow in zip(prepared.groups, flows.messages if flows is not None else ()):
         durations[members[0]] = flow.seconds
     return durations

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from piper_compiler.capture import aliasing
+from piper_compiler.capture.kernels import SHARED
 from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
@@ -163,6 +164,7 @@ class _Builder:
     def _emitted(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> list[fx.Node | None]:
         """Add an op, and return the nodes of those of its results that are used."""
         made = self._emit.op(node, op.call.op, named)
+        made.meta[SHARED] = prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
         if not isinstance(node.meta["val"], list | tuple):
             return [made]
         used = {u.args[1] for u in node.users if u.target is operator.getitem}

@@ -1,0 +1,269 @@
+"""Steps that devices share, in predictions: their messages take time and links, their ranks keep in step, and all is shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import piper
+from piper import Mesh, Strategy, models, recipes
+from piper.api.tuning_problem import problem_of
+from piper.cli import app
+from piper_autotune.problem import Programs, wanted_by
+from piper_autotune.sketch import Sketches
+from piper_compiler import directive, shardings_of, site_field
+from piper_compiler.durations import LINK, InstructionSeconds, chunk_seconds, nominal
+from piper_ir.costs import Duration
+from piper_ir.errors import CompileError
+from piper_ir.graph import Graph
+from piper_ir.memory import peak
+from piper_ir.ops import Compute
+from piper_ir.plan import COMPUTE, Plan
+from piper_report.chrome import chrome_trace
+from piper_runtime import Job
+from piper_runtime.launch.processes import Pool
+from piper_simulator import Cluster, DeviceModel, load_cluster, simulate
+from piper_simulator.contention import loads
+from piper_simulator.durations.communication import duration, rank_group
+from piper_simulator.durations.kernels import step_seconds
+from piper_simulator.metrics import executed_flops, model_flops, repeated_share
+from piper_simulator.times.splitting import each_rank, split
+
+H100 = load_cluster("h100x8")
+SIZES = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16)
+
+
+@cache
+def job(rows: int = 8) -> Job:
+    return models.job(SIZES, global_batch=rows, precision="float32")
+
+
+@cache
+def plan(sequence: bool = False, pp: int = 1, dp: int = 1, tp: int = 2) -> Plan:
+    directives = [*(recipes.tensor_parallel(sequence=sequence) if tp > 1 else ())]
+    directives += recipes.one_f_one_b(pp=pp, microbatches=2) if pp > 1 else ()
+    directives += recipes.data_parallel(bucket_mb=0.01) if dp > 1 else ()
+    return piper.compile(job(), Strategy(Mesh(tp=tp, pp=pp, dp=dp), directives)).plan
+
+
+def expected(of: Plan, cluster: Cluster, members: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+    """By instruction of the compute stream the seconds of its kernels and of its messages, from chunks and cluster alone."""
+    out = {}
+    for _, _, instr in of.instructions():
+        if instr.stream != COMPUTE:
+            continue
+        steps = [(p.op.step, of.chunk(p.op.variant).steps[p.op.step]) for p in instr.parts if isinstance(p.op, Compute)]
+        kernels = sum(step_seconds(cluster.device, sig.cost, step) for step, sig in steps)
+        group = rank_group(cluster, members)
+        sent = sum(duration(cluster, c.kind, int(c.nbytes), group).seconds for _, sig in steps for c in sig.collectives)
+        out[instr.name] = kernels, sent
+    return out
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_takes_its_kernels_and_then_its_messages(sequence: bool) -> None:
+    of = plan(sequence)
+    (role,) = of.roles
+    model = DeviceModel(of, H100, None)
+    wanted = expected(of, H100, (0, 1))
+    both = 0
+    for instr in (i for i in role.program if i.stream == COMPUTE):
+        work, (kernels, sent) = model.work(role, instr), wanted[instr.name]
+        assert work.inside_s == pytest.approx(sent)
+        assert work.seconds >= kernels + sent - 1e-12
+        whole = replace(of, shared=())  # the same without messages
+        alone = DeviceModel(whole, H100, None).work(role, instr)
+        assert work.seconds - alone.seconds == pytest.approx(sent)
+        both += bool(sent and kernels)
+    assert both >= 2, "forward and backward have both"
+
+
+def test_the_compiler_orders_by_steps_with_their_messages() -> None:
+    of = plan(sequence=True)
+    seconds = InstructionSeconds(of.chunks)
+    chunk = next(c for c in of.chunks if c.coords.get("layer") == 1)
+    for step, sig in chunk.steps.items():
+        sent = sum(int(c.nbytes) for c in sig.collectives) / LINK
+        assert sent > 0
+        assert seconds.step(chunk.id, step) == pytest.approx(nominal(sig.cost) + sent) == chunk_seconds(chunk, step)
+
+
+def test_where_the_ranks_are_decides_on_the_time_of_their_messages() -> None:
+    near, far = plan(), load_cluster("h100x8")
+    far = replace(far, per_node=1, nodes=((8, far.device),))
+    inside = [simulate(near, on).inside_comm_s for on in (H100, far)]
+    assert inside[1] > 2 * inside[0] > 0
+
+
+def test_ranks_that_share_chunks_are_one_unit_as_slow_as_the_slowest() -> None:
+    of, slow = plan(dp=2), replace(H100, slow_ranks={1: 3.0})
+    parts = split(of, slow, shared=True).plan
+    assert [role.ranks for role in parts.roles] == [(0, 1), (2, 3)]
+    model = DeviceModel(parts, slow, None)
+    instr = next(i for i in parts.roles[0].program if i.stream == COMPUTE)
+    first, second = (model.work(role, instr) for role in parts.roles)
+    assert first.inside_s == second.inside_s > 0
+    assert first.seconds - first.inside_s == pytest.approx(3 * (second.seconds - second.inside_s))
+    assert [role.ranks for role in each_rank(of).plan.roles] == [(0, 1), (2, 3)]
+    assert split(of, H100, shared=True).plan is of
+
+
+def test_messages_inside_of_steps_share_links_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With data parallelism, whose reductions pass through the same ports as the backward's messages."""
+    of = plan(sequence=True, dp=2)
+    assert simulate(of, H100, contention=False).step_s < (with_them := simulate(of, H100)).step_s
+    whole = loads.all_loads
+    monkeypatch.setattr("piper_simulator.times.timed.all_loads", lambda *a: loads.SharedFlows(whole(*a).messages))
+    assert simulate(of, H100).step_s < with_them.step_s, "as compute they would take nothing from the reductions"
+
+
+def test_throughput_counts_the_rows_of_replicas_and_flops_those_of_all_devices() -> None:
+    one, two = plan(tp=1), plan()
+    assert two.tokens_per_step == one.tokens_per_step
+    found = simulate(two, H100)
+    assert found.tokens_per_s == pytest.approx(8 * 16 / found.period_s)
+    assert model_flops(two, 16) == model_flops(one, 16)
+    assert executed_flops(two) > executed_flops(one), "norms are computed by both"
+    extra = 1 - executed_flops(one) / executed_flops(two)
+    assert 0 < repeated_share(two) < extra, "there are ops besides that one device does not need"
+    kernels = [k for c in two.chunks for sig in c.steps.values() for k in sig.cost.kernels]
+    assert {k.shared for k in kernels if k.kind == "attention"} == {2}
+    assert {k.shared for k in kernels if k.op == "rms_norm"} == {1}
+    assert repeated_share(one) == 0.0
+
+
+def test_time_and_bytes_inside_of_steps_are_shown() -> None:
+    of = plan(pp=2)
+    found = simulate(of, H100)
+    spans = [s for s in found.trace.spans if s.rank == 0 and s.stream == COMPUTE]
+    sent = sum(s.bytes for s in spans)
+    role = of.roles[0]
+    counted = [
+        int(c.nbytes)
+        for instr in role.program
+        for p in instr.parts
+        if isinstance(p.op, Compute)
+        for c in of.chunk(p.op.variant).steps[p.op.step].collectives
+    ]
+    assert sent == sum(counted) > 0
+    assert found.inside_comm_s == pytest.approx(max(sum(s.inside_s for s in found.trace.spans if s.rank == r) for r in range(4)))
+    assert found.summary()["inside_comm_s"] == found.inside_comm_s
+    assert simulate(plan(tp=1), H100).inside_comm_s == 0.0
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_memory_is_that_of_the_plan_with_a_communicator_per_channel(pp: int) -> None:
+    of = plan(sequence=True, pp=pp)
+    found = simulate(of, H100)
+    counted = replace(of, device="cuda")
+    for rank in range(of.mesh.world):
+        lines = found.memory(rank)
+        groups = [c for c in of.channels if c.kind == "group" and of.role_of(rank).role in c.roles and len(of.peers(c, rank)) > 1]
+        assert any(c.purpose == "tensor" for c in groups)
+        assert lines["group_communicators"] == len(groups) * H100.device.group_bytes
+    assert found.peak_bytes[0] == peak(counted, counted.role_of(0)).total
+
+
+@directive
+@dataclass(frozen=True)
+class WithoutTorch:
+    """Let nobody compile it who has torch, but this process."""
+
+    home: int
+    site: str = site_field()
+
+    def check(self, graph: Graph) -> None:
+        if os.getpid() != self.home and "torch" in sys.modules:
+            raise CompileError("a worker has imported torch")
+
+    def apply(self, graph: Graph) -> Graph:
+        return graph
+
+
+def space(trial: piper.Trial) -> Strategy:
+    tp = trial.suggest_categorical("tp", [1, 2])
+    sequence = trial.suggest_categorical("sequence", [False, True])
+    pp = trial.suggest_categorical("pp", [1, 2])
+    return Strategy(
+        Mesh(tp=tp, pp=pp),
+        [*recipes.tensor_parallel(sequence=sequence), *recipes.one_f_one_b(pp=pp, microbatches=2), WithoutTorch(os.getpid())],
+    )
+
+
+def test_the_tuner_searches_over_shared_chunks_in_workers_without_torch() -> None:
+    study = piper.tune(job(), space, cluster="h100x8", trials=8, workers=1, memory_limit=None)
+    assert {row.state for row in study.rows} == {"complete"}, [row.reason for row in study.rows]
+    assert len({row.step_s for row in study.rows if row.params["tp"] == 2}) >= 4
+    for strategy in study.strategies.values():
+        made = piper.compile(job(), strategy)
+        assert made.plan.shared == (("tp",) if shardings_of(strategy.directives, strategy.mesh) else ())
+
+
+def test_bounds_of_shared_chunks_hold() -> None:
+    """The rules reject by what a device of those that share holds and computes: never more than the plan does."""
+    problem, more = problem_of(job(), H100, None, None, None)
+    programs = Programs(problem, more["at_rows"], more["under"])
+    sketches = Sketches(problem, programs)
+    for sequence in (False, True):
+        strategy = Strategy(Mesh(tp=2), [*recipes.tensor_parallel(sequence=sequence), *recipes.one_f_one_b(pp=1, microbatches=2)])
+        sketch = sketches.sketch(strategy)
+        assert sketch is not None and sketch.wanted == wanted_by(strategy) and sketch.wanted.shardings
+        rows = sketches.rows(sketch)
+        assert rows == 4
+        made = piper.compile(job(), strategy).plan
+        ((held, _),) = sketches.filled_bytes(sketch, rows).values()
+        assert 0.5 * made.roles[0].peak_bytes < held <= made.roles[0].peak_bytes
+        least, _ = sketches.period_s(strategy, sketch, rows)
+        found = simulate(made, H100, contention=False)
+        assert found.inside_comm_s < least <= found.period_s
+
+
+def test_explain_and_simulate_say_what_is_exchanged_inside_of_steps(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.py"
+    path.write_text(FILE)
+    told = CliRunner().invoke(app, ["explain", str(path)])
+    assert told.exit_code == 0, told.output
+    assert "shared chunks: what devices along tp=2 exchange inside of steps" in told.stdout
+    assert re.search(r"pp0 +F: \d+ all_reduce of .*", told.stdout) and "tp.pp0" in told.stdout
+    assert re.search(r"0.[1-9]% of the FLOPs repeat", told.stdout)
+    told = CliRunner().invoke(app, ["simulate", str(path), "--cluster", "h100x8"])
+    assert told.exit_code == 0, told.output
+    assert re.search(r"communication in steps +[\d.]+ [um]s", told.stdout), told.stdout
+    of = plan(pp=2)
+    spans = [e for e in chrome_trace(simulate(of, H100).trace)["traceEvents"] if e["ph"] == "X" and "F" in e["name"]]
+    assert any(e["args"].get("inside_us", 0) > 0 and e["args"]["bytes"] > 0 for e in spans)
+
+
+FILE = """
+import piper
+from piper import models, recipes
+
+sizes = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16)
+job = models.job(sizes, global_batch=8, precision="float32")
+recipe = (*recipes.tensor_parallel(), *recipes.one_f_one_b(pp=2, microbatches=2))
+strategy = piper.Strategy(piper.Mesh(tp=2, pp=2), recipe)
+"""
+
+
+@pytest.mark.long
+def test_a_profile_has_the_kernels_of_shared_chunks_and_their_messages_apart(pool: Pool) -> None:
+    strategy = Strategy(Mesh(tp=2), recipes.tensor_parallel(sequence=True))
+    costs = piper.profile(job(), strategy, rows=[8], repeats=1, pool=pool)
+    of = piper.compile(job(), strategy).plan
+    assert {(s.code, s.step) for s in costs.steps} >= {(c.code, s) for c in of.chunks for s, g in c.steps.items() if not g.empty}
+    found = simulate(of, "cpu-local", costs=costs)
+    assert found.summary()["sources"].get("formula", 0.0) < 0.05, found.notes
+    assert not any("no cost" in note or "not in the costs" in note for note in found.notes)
+    sent = {(c.kind, int(c.nbytes)) for chunk in of.chunks for sig in chunk.steps.values() for c in sig.collectives}
+    assert {kind for kind, _ in sent} == {"all_gather", "reduce_scatter"}
+    assert all(costs.of_comm(kind, nbytes, 2) is not None for kind, nbytes in sent)
+    dearer = replace(costs, comm=tuple(replace(c, duration=Duration(c.duration.seconds + 1.0)) for c in costs.comm))
+    count = sum(len(sig.collectives) for chunk in of.chunks for sig in chunk.steps.values())
+    assert simulate(of, "cpu-local", costs=dearer).inside_comm_s == pytest.approx(found.inside_comm_s + count)
