@@ -5,7 +5,16 @@ is data: no pass knows any recipe.
 """
 
 from piper_compiler.actions import Action
-from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, recomputation, stage_orders, tensor_parallel
+from piper_compiler.recipes.basic import (
+    context_parallel,
+    data_parallel,
+    gpipe,
+    one_f_one_b,
+    pipeline,
+    recomputation,
+    stage_orders,
+    tensor_parallel,
+)
 from piper_compiler.recipes.dualpipe import dualpipe, dualpipe_v
 from piper_compiler.recipes.from_csv import from_csv
 from piper_compiler.recipes.interleaved import interleaved, looped_bfs
@@ -19,6 +28,7 @@ __all__ = [
     "RECIPES",
     "Action",
     "Recipe",
+    "context_parallel",
     "data_parallel",
     "dualpipe",
     "dualpipe_v",

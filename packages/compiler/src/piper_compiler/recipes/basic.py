@@ -99,6 +99,15 @@ def tensor_parallel(*, sequence: bool = False) -> tuple[Directive, ...]:
     return (shard(where(), over="tp", stream="tokens" if sequence else ""),)
 
 
+def context_parallel() -> tuple[Directive, ...]:
+    """Let the devices along the mesh axis cp compute their tokens of every op; see `shard`.
+
+    Around attention they exchange tokens for heads. It composes with `tensor_parallel`, written before it, and with the
+    recipes written after it.
+    """
+    return (shard(where(), over="cp", index="tokens"),)
+
+
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:
     """Return one `order` per stage from its list of (phase, microbatch); a single entry needs none."""
     out: list[Directive] = []
