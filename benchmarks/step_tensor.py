@@ -30,7 +30,7 @@ def rows(quick: bool) -> Iterator[Row]:
 def prepared(name: str, regime: Regime) -> Setup:
     """Return the comparison with its plan and code, compiled as a user would."""
     work = tensor_job(name, regime, regime.rows)
-    strategy = piper.Strategy(piper.Mesh(tp=WORLD), [piper.shard(piper.where(), stream=TENSOR[name].stream)])
+    strategy = piper.Strategy(piper.Mesh(tp=WORLD), [piper.shard(piper.where(), stream=TENSOR[name].stream, keep=True)])
     compiled = piper.compile(work, strategy)
     return Setup(name, regime, compiled.plan, shipped_code(compiled), tolerance=1e-5)
 
