@@ -14,6 +14,7 @@ from piper_ops import collectives
 
 KINDS: dict[Any, str] = {
     collectives.all_reduce: "all_reduce",
+    collectives.all_reduce_: "all_reduce",
     collectives.all_gather: "all_gather",
     collectives.reduce_scatter: "reduce_scatter",
     collectives.all_to_all: "all_to_all",
@@ -34,5 +35,7 @@ def _described(node: fx.Node) -> StepCollective:
 
 
 def call(op: OpOverload, source: str, axis: object) -> str:
-    """Return the text of a collective: a call of what the engine gives the code as EXCHANGE."""
+    """Return the text of a collective: a call of what the engine gives the code as EXCHANGE, which adds up in place."""
+    if op is collectives.all_reduce:
+        source = f"{source}.clone(memory_format=torch.contiguous_format)"
     return f"EXCHANGE({KINDS[op]!r}, {axis!r}, {source})"
