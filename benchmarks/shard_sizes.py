@@ -58,10 +58,11 @@ def shared(name: str, degree: int, stream: str = "", *, keep: bool = False) -> L
     """Return what each of `degree` devices has of a layer of a preset."""
     asked = [Sharding("tp", degree, (), stream, keep)] if degree > 1 else []
     program = with_shardings(captured(name), asked).bind(ROWS)
-    return _of_layer(next(c for c in program.chunks if c.id == LAYER))
+    return of_layer(next(c for c in program.chunks if c.id == LAYER))
 
 
-def _of_layer(layer: Chunk) -> LayerShare:
+def of_layer(layer: Chunk) -> LayerShare:
+    """Return what a device has of a layer whose sizes are integers."""
     ports = [layer.ports[name] for name in _kept(layer)]
     small = [spec for spec in ports if spec.dtype == "float32"]
     flops = sum(signature.cost.flops for signature in layer.steps.values())
@@ -108,7 +109,19 @@ def _megabytes(count: float | None) -> str:
 def main(names: Sequence[str]) -> None:
     """Print the table."""
     t = f"tp={DEGREE}"
-    heads = ["MB saved", "tp=1", t, "formula", f"{t} tokens", "formula", "keep", "tp x / whole", "no statist.", "FLOPs more", "tokens"]
+    heads = [
+        "MB saved",
+        "tp=1",
+        t,
+        "formula",
+        f"{t} tokens",
+        "formula",
+        "keep",
+        "tp x / whole",
+        "no statist.",
+        "FLOPs more",
+        "tokens",
+    ]
     print("  ".join(f"{head:>12}" for head in heads))
     for name in names or NAMES:
         print(line(name), flush=True)

@@ -154,9 +154,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def tensor_job(name: str, r: Regime, global_batch: int) -> piper.Job:
     """Return the job of a kind."""
     data = partial(batch, r.context, global_batch)
-    return piper.Job(
-        partial(Transformer, name, r), data, loss, adamw, global_batch=global_batch, tokens_per_row=r.context
-    )
+    return piper.Job(partial(Transformer, name, r), data, loss, adamw, global_batch=global_batch, tokens_per_row=r.context)
 
 
 def initial(name: str, r: Regime, seed: int) -> Transformer:

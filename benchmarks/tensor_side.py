@@ -61,9 +61,7 @@ def _plan(kind: Kind, layers: int) -> dict[str, ParallelStyle]:
     if kind.sequence:
         plan["embedded"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
         plan["norm"] = SequenceParallel()
-        plan["head"] = PrepareModuleInput(
-            input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True
-        )
+        plan["head"] = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True)
     return plan
 
 
