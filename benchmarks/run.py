@@ -46,6 +46,7 @@ SECTIONS = {
     "loader": "loader:rows",
     "step": "step_time:rows",
     "sharded": "step_sharded:rows",
+    "tensor": "step_tensor:rows",
     "prediction": "prediction:rows",
     "zero": "zero_prediction:rows",
     "tune": "tuner:rows",

@@ -1,78 +1,87 @@
-"""Time how long it takes to make a captured preset into what one of the devices that share it runs.
+"""Measure what it takes to share a captured preset among devices, and what its plans take beside those of whole layers.
 
-python -m benchmarks.shard_rates                             llama3-8b, gpt3-175b, llama3-70b at tp=8
-python -m benchmarks.shard_rates llama3-8b                   one of them
+python -m benchmarks.shard_rates [PRESET ...]      (default: gpt3-175b, llama3-8b and llama3-405b)
 
-All layers, with the stream shared, too. Goals for each: at most 3 seconds of processor time, and no model is captured or
-traced again. It prints one line per preset, and ends with 1 where a goal is missed.
+Nothing is captured again: each variant rewrites the graphs of the capture. The seconds are CPU time of one thread.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
 
+import piper
+from benchmarks.measure import Goal, Row
 from piper import models
-from piper.api.capturing import captured_job, shared_by
-from piper_compiler.capture import codestore
+from piper.api.capturing import captured_job
+from piper.api.compiling import Compiled
+from piper_compiler.capture import with_shardings
 from piper_ir.layout import Sharding
 
-MODELS = ("llama3-8b", "gpt3-175b", "llama3-70b")
-DEGREE, MOST_S = 8, 3.0
+NAMES = ("gpt3-175b", "llama3-8b", "llama3-405b")
+SHARE_GOAL, VARIANTS_GOAL, COMPILE_GOAL = Goal("below", 3.0), Goal("below", 12.0), Goal("below", 1.1)
+DEGREE, STAGES, MICROBATCHES, REPEATS = 8, 8, 32, 5
+VARIANTS = [(degree, stream) for degree in (2, 4, 8, 16) for stream in ("", "tokens")]
+"""What one search may ask for."""
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Hold the processor seconds of one preset, and how many joint graphs were traced for it."""
-
-    model: str
-    captured_s: float
-    seconds: float
-    traced: int
-    chunks: int
-
-    @property
-    def good(self) -> bool:
-        """Return whether the goals are met."""
-        return self.seconds <= MOST_S and not self.traced
-
-    def __str__(self) -> str:
-        verdict = "met" if self.good else "missed"
-        return (
-            f"{self.model:<12} tp={DEGREE}: {self.seconds:5.2f} s for {self.chunks} chunks, {self.traced} graphs traced again "
-            f"(captured in {self.captured_s:.2f} s)   goal {MOST_S:g} s: {verdict}"
-        )
+def rows(quick: bool) -> Iterator[Row]:
+    """Return the rows of the presets (`quick`: of the first)."""
+    for name in NAMES[: 1 if quick else None]:
+        yield from shared_rows(name)
+        yield from compiled_rows(name, 1 if quick else REPEATS)
 
 
-def measure(name: str) -> Rate:
-    """Capture a preset, and share its chunks among devices."""
-    begun = time.process_time()
-    captured = captured_job(models.job(name, global_batch=1))
-    middle = time.process_time()
-    count, trace = 0, codestore.trace_joint
-
-    def counted(*args: object, **kwargs: object) -> object:
-        nonlocal count
-        count += 1
-        return trace(*args, **kwargs)  # type: ignore[arg-type]  # those it was called with
-
-    codestore.trace_joint = counted  # type: ignore[assignment]  # it calls the other
-    try:
-        made = shared_by(captured, (Sharding("tp", DEGREE, stream="tokens"),))
-    finally:
-        codestore.trace_joint = trace
-    return Rate(name, middle - begun, time.process_time() - middle, count, len(made.program.chunks))
+def shared_rows(name: str) -> Iterator[Row]:
+    """Measure one variant, and the eight of a search together."""
+    captured = captured_job(models.job(name, global_batch=2))
+    for stream in ("", "tokens"):
+        seconds = _seconds(lambda stream=stream: with_shardings(captured, [Sharding("tp", DEGREE, (), stream)]))
+        title = f"{name}: share among {DEGREE}{', with tokens' if stream else ''}"
+        yield Row("shard", title, seconds, "CPU s", goal=SHARE_GOAL, note="the chunks are captured")
+    captured.shared.clear()
+    seconds = _seconds(lambda: [with_shardings(captured, [Sharding("tp", n, (), s)]) for n, s in VARIANTS])
+    yield Row("shard", f"{name}: {len(VARIANTS)} variants", seconds, "CPU s", goal=VARIANTS_GOAL)
 
 
-def main(arguments: list[str]) -> int:
-    """Print a line per preset; return the exit code."""
-    rates = []
-    for name in arguments or MODELS:
-        rates.append(measure(name))
-        print(rates[-1], flush=True)
-    return 0 if all(rate.good for rate in rates) else 1
+def compiled_rows(name: str, repeats: int) -> Iterator[Row]:
+    """Compare plans of the same stages whose layers devices share with those of whole layers."""
+    plain = _compiler(name, 1, "")
+    for stream in ("", "tokens"):
+        shared = _compiler(name, DEGREE, stream)
+        counts = [sum(len(role.program) for role in make().plan.roles) for make in (shared, plain)]
+        ratios = [_seconds(shared) / _seconds(plain) for _ in range(repeats)]
+        title = f"{name}: compile, tp={DEGREE}{' with tokens' if stream else ''} over tp=1"
+        note = f"{counts[0]:,} instructions for {counts[1]:,}; low and high: of {repeats} pairs"
+        yield Row("shard", title, median(ratios), "x", min(ratios), max(ratios), COMPILE_GOAL, note)
+
+
+def _compiler(name: str, degree: int, stream: str) -> Callable[[], Compiled]:
+    job = models.job(name, global_batch=MICROBATCHES)
+    directives: list[Any] = [piper.shard(piper.where(), stream=stream)] if degree > 1 else []
+    directives += piper.recipes.one_f_one_b(pp=STAGES, microbatches=MICROBATCHES)
+    strategy = piper.Strategy(piper.Mesh(pp=STAGES, tp=degree), directives)
+    return lambda: piper.compile(job, strategy)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    gc.collect()
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+def main(names: Sequence[str]) -> None:
+    """Print the rows."""
+    for name in names or NAMES:
+        for row in (*shared_rows(name), *compiled_rows(name, REPEATS)):
+            verdict = "" if row.met is None else f"{row.goal} {'met' if row.met else 'MISSED'}"
+            print(f"{row.name:<60} {row.value:>8.2f} {row.unit:<6} {verdict:<14} {row.note}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

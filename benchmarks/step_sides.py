@@ -13,9 +13,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
+import piper
 from benchmarks.fsdp2_side import TorchSharded
 from benchmarks.step_kinds import PIPELINES, SHARDED, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
+from benchmarks.tensor_model import TENSOR, tensor_job
+from benchmarks.tensor_side import TorchTensor
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine
@@ -28,13 +31,22 @@ from piper_runtime.transport import GlooCommunicators
 class Setup:
     """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
 
-    `kind`: see `step_kinds.KINDS` and `SHARDED`.
+    `kind`: see `step_kinds.KINDS`, `SHARDED` and `tensor_model.TENSOR`. `tolerance` is the relative difference that
+    losses of the first steps may have: sums in another order differ by far less, another model or batch by more.
     """
 
     kind: str
     regime: Regime
     plan: Plan
     code: Mapping[str, Mapping[str, ShippedCode]]
+    tolerance: float = 1e-4
+
+    @property
+    def job(self) -> piper.Job:
+        """Return what both sides train."""
+        if self.kind in TENSOR:
+            return tensor_job(self.kind, self.regime, self.global_batch)
+        return job(self.regime, self.global_batch)
 
     @property
     def global_batch(self) -> int:
@@ -117,7 +129,7 @@ class Ours:
 
     def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
         self.losses: list[float] = []
-        work = job(setup.regime, setup.global_batch)
+        work = setup.job
         initial = materialize(work)
         self._bound = Rank(setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers)
         communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
@@ -162,4 +174,6 @@ def theirs(setup: Setup, rank: int) -> Side:
     """Return torch's side of a comparison."""
     if setup.kind in SHARDED:
         return TorchSharded(setup.kind, setup.regime, initial_model(setup), setup.global_batch, rank)
+    if setup.kind in TENSOR:
+        return TorchTensor(setup.kind, setup.regime, setup.job.seed, setup.global_batch, rank)
     return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

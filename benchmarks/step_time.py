@@ -63,7 +63,7 @@ def compared(kind: str, regime: Regime, pairs: int) -> list[Row]:
         _time_row(f"{title}: ours", slower[0]),
         _time_row(f"{title}: torch", slower[1]),
         Row("step", f"{title}: CPU time, torch/ours", cpu, "ratio", cpu_low, cpu_high, note=used),
-        *_profile_rows(title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]),
+        *profile_rows("step", title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]),
     ]
 
 
@@ -78,7 +78,7 @@ def _time_row(name: str, seconds: Sequence[float]) -> Row:
     return Row("step", name, median(ordered), "ms/step", ordered[tenth], ordered[-1 - tenth], note="1st and 9th decile")
 
 
-def _profile_rows(title: str, ours: Sequence[Profile], torchs: Sequence[Profile]) -> list[Row]:
+def profile_rows(section: str, title: str, ours: Sequence[Profile], torchs: Sequence[Profile]) -> list[Row]:
     """Return for each category the mean over the ranks, largest difference first."""
     found: list[tuple[str, float, float]] = []
     for category in sorted({c for p in (*ours, *torchs) for c in p}):
@@ -86,7 +86,7 @@ def _profile_rows(title: str, ours: Sequence[Profile], torchs: Sequence[Profile]
         found.append((category, here, there))
     found.sort(key=lambda f: -abs(f[1] - f[2]))
     return [
-        Row("step", f"{title}: profile, {name}", here, "ms/step", note=f"torch {there:.2f}; ours - torch {here - there:+.2f}")
+        Row(section, f"{title}: profile, {name}", here, "ms/step", note=f"torch {there:.2f}; ours - torch {here - there:+.2f}")
         for name, here, there in found
     ]
 

@@ -26,11 +26,6 @@ from benchmarks.step_sides import Ours, Setup, Side, theirs
 WARM_UP = 3
 CHECKED_STEPS = 3
 PROFILED_STEPS = 3
-TOLERANCE = 1e-4
-"""The relative difference that losses of the first steps may have.
-
-Sums in another order differ by far less, another model or batch by more.
-"""
 SILENCE_S = 300.0
 """A process that gets no further for this long hangs: no step takes that long, on a busy machine either."""
 ALIVE = "alive"
@@ -93,7 +88,7 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
         for _ in range(WARM_UP):
             side.step()
             alive()
-    check_same_training(a, b)
+    check_same_training(a, b, setup.tolerance)
     out = Measured()
     for pair in range(pairs):
         order: list[tuple[Side, list[Timing]]] = [(a, out.ours), (b, out.theirs)]
@@ -127,8 +122,8 @@ def _timed(step: Callable[[], None], steps: int) -> Timing:
     return Timing((time.perf_counter() - begin) / steps, (time.process_time() - begin_cpu) / steps)
 
 
-def check_same_training(a: Side, b: Side) -> None:
+def check_same_training(a: Side, b: Side, tolerance: float) -> None:
     """Raise RuntimeError when the two sides do not train the same model on the same data."""
     for step, (x, y) in enumerate(zip(a.losses[:CHECKED_STEPS], b.losses[:CHECKED_STEPS], strict=True)):
-        if abs(x - y) > TOLERANCE * abs(y):
+        if abs(x - y) > tolerance * abs(y):
             raise RuntimeError(f"the two sides do not train the same: the loss of step {step} is {x} (ours) and {y} (torch)")

@@ -358,9 +358,9 @@ def test_silence_ends_a_comparison_and_slowness_does_not(monkeypatch: pytest.Mon
 
 def test_two_sides_that_train_differently_are_refused() -> None:
     same, other = SimpleNamespace(losses=[2.0, 1.0]), SimpleNamespace(losses=[2.0, 1.001])
-    step_worker.check_same_training(same, same)
+    step_worker.check_same_training(same, same, 1e-4)
     with pytest.raises(RuntimeError, match=r"the loss of step 1 is 1\.0 \(ours\) and 1\.001"):
-        step_worker.check_same_training(same, other)
+        step_worker.check_same_training(same, other, 1e-4)
 
 
 def test_the_interval_of_a_median_holds_it_and_is_repeatable() -> None:

@@ -5,7 +5,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 import what they need from here.
 """
 
-from piper_ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.frames import is_model_code
@@ -51,6 +51,7 @@ __all__ = [
     "Workspace",
     "all_gather",
     "all_reduce",
+    "all_reduce_",
     "all_to_all",
     "attention",
     "attention_dgrad",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from piper_ops.library import contiguous_empty, define
+from piper_ops.library import LIBRARY, contiguous_empty, define
 
 
 def _same(x: Tensor, axis: str, degree: int) -> Tensor:
@@ -38,6 +39,10 @@ _SCHEMA = "(Tensor x, str axis, int degree) -> Tensor"
 
 all_reduce = define("all_reduce", _SCHEMA, _same, _elsewhere)
 """An op that returns the sum over the devices of an axis."""
+
+LIBRARY.define("all_reduce_(Tensor(a!) x, str axis, int degree) -> Tensor(a!)")
+all_reduce_ = torch.ops.piper.all_reduce_.default
+"""The same, into its argument; steps get it where nothing needs that any more."""
 
 all_gather = define("all_gather", _SCHEMA, _stacked, _elsewhere)
 """An op that returns the tensors of all devices, stacked along a new leading dimension."""

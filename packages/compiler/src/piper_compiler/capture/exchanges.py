@@ -10,10 +10,11 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.layout import StepCollective
-from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
+from piper_ops import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 
 KINDS: dict[Any, str] = {
     all_reduce: "all_reduce",
+    all_reduce_: "all_reduce",
     all_gather: "all_gather",
     reduce_scatter: "reduce_scatter",
     all_to_all: "all_to_all",
@@ -34,5 +35,7 @@ def _described(node: fx.Node) -> StepCollective:
 
 
 def call(op: OpOverload, source: str, axis: object) -> str:
-    """Return the text of a collective: a call of what the engine gives the code as EXCHANGE."""
+    """Return the text of a collective: a call of what the engine gives the code as EXCHANGE, which adds up in place."""
+    if op is all_reduce:
+        source = f"{source}.clone(memory_format=torch.contiguous_format)"
     return f"EXCHANGE({KINDS[op]!r}, {axis!r}, {source})"

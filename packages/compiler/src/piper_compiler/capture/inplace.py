@@ -3,6 +3,7 @@
 There are two rewrites of a step's graph. A plan needs less memory by them, too: an in-place op makes no storage.
 
     add(a, b)                       -> add_(a, b), or add_(b, a)       element-wise, over an argument that dies there
+    all_reduce(a)                   -> all_reduce_(a)                  likewise, over all devices of an axis
     gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
     add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is summed up where it accumulates
 
@@ -23,6 +24,7 @@ from torch import fx
 from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import StepGraph
+from piper_ops import all_reduce, all_reduce_
 
 aten = torch.ops.aten
 
@@ -56,6 +58,7 @@ FORMS: Mapping[OpOverload, InPlace] = {
     aten.silu_backward.default: InPlace(aten.silu_backward.grad_input, out="grad_input"),
     aten.tanh_backward.default: InPlace(aten.tanh_backward.grad_input, out="grad_input"),
     aten.sigmoid_backward.default: InPlace(aten.sigmoid_backward.grad_input, out="grad_input"),
+    all_reduce: InPlace(all_reduce_),
     aten.threshold_backward.default: InPlace(aten.threshold_backward.grad_input, out="grad_input"),
 }
 """The ops with an in-place form whose kernel reads of that argument only the element that it writes next."""
@@ -66,7 +69,7 @@ SUMMED = (torch.float32, torch.float64)
 
 
 def reuse_dying_arguments(step: StepGraph) -> None:
-    """Rewrite the element-wise ops of a step in place."""
+    """Rewrite the element-wise ops of a step, and its sums over devices, in place."""
     rank = {n: i for i, n in enumerate(step.graph.nodes)}
     last: dict[fx.Node, int] = {}
     for node in step.graph.nodes:

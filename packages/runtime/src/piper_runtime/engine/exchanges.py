@@ -16,7 +16,7 @@ class Exchanges:
     """Run collectives of one rank, each by a kind and an axis; `communicate` binds them to a communicator.
 
     A call takes what `piper_ops.collectives` describes and returns a new tensor. What a reduce-scatter is given is
-    undefined afterwards.
+    undefined afterwards. An all-reduce works in place: it returns what it is given.
     """
 
     def __init__(self, rank: Rank, communicate: Callable[[BoundComm], Thunk]) -> None:
@@ -30,7 +30,7 @@ class Exchanges:
         law = law_of(kind)
         given = given.contiguous()
         if law.in_place:
-            given = result = given.clone()
+            result = given
         elif law.writes == "part":
             result = torch.empty(given.shape[1:], dtype=given.dtype, device=given.device)
         else:

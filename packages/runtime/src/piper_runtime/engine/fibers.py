@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from piper_ir.collectives import law_of
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRequest:
@@ -67,7 +69,8 @@ class Fiber:
             self._thread.join()
 
     def exchange(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
-        """Wait for a collective; the work calls it."""
+        """Wait for a collective; the work calls it. As in other engines, an all-reduce works in place."""
+        into = given if law_of(kind).in_place else None
         drawn = torch.random.get_rng_state()
         self.request = ExchangeRequest(kind, axis, given)
         del given
@@ -77,7 +80,8 @@ class Fiber:
             raise _Cancelled
         torch.random.set_rng_state(drawn)
         assert self._result is not None
-        result = self._result.clone()  # made here, so that who observes this work counts it
+        # made here, so that who observes this work counts it
+        result = self._result.clone() if into is None else into.copy_(self._result)
         self._result = None
         return result
 
