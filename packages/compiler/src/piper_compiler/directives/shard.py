@@ -8,9 +8,11 @@ captured graph, and the parameters follow.
 
 Legality
  1. It stands before every other directive, and selects all chunks.
- 2. `over` is an axis of the mesh that no other directive uses.
- 3. `stream` is "" or "tokens".
+ 2. `over` is the name of an axis. (An axis of degree 1 is not an error.) `place` and `replicate` refuse the same axis.
+ 3. `stream` is "" or "tokens", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
+ 5. One axis is shared: devices along two axes cannot share the same chunks yet.
+ 6. `index` is empty: single indexes cannot be named yet.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from piper_compiler.directives.base import Directive, directive, fail, site_field
+from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
 from piper_ir.layout import Sharding
-from piper_ir.mesh import AXES, Mesh
-from piper_ir.select import Where
+from piper_ir.mesh import AXES, Mesh, whole_axis
+from piper_ir.select import Where, where
 
 STREAMS = ("", "tokens")
 
@@ -50,14 +52,29 @@ class Shard:
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
+        self.check_form()
         if graph.log and not all(text.text.startswith("shard(") for text in graph.log):
             raise fail(self, 1, "another directive stands before it; write it first")
-        if self.over not in AXES:
-            raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
-        if self.stream not in STREAMS:
-            raise fail(self, 3, f'stream={self.stream!r}; "" or "tokens" is accepted')
+        chosen = sum(len(node.each) for node in compute_nodes(self, graph, self.selection))
+        every = sum(len(node.each) for node in compute_nodes(self, graph, where()))
+        if chosen != every:
+            raise fail(self, 1, f"{chosen} of {every} nodes are selected; devices share all chunks or none, so write where()")
         if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(dict(graph.program.axes)):
             raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
+
+    def check_form(self) -> None:
+        """Raise DirectiveError for an argument that is wrong in any strategy."""
+        if not isinstance(self.selection, Where):
+            raise fail(self, 1, f"the selection is {self.selection!r}; where() is accepted")
+        if not isinstance(self.over, str) or self.over not in AXES:
+            raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
+        if not isinstance(self.stream, str) or self.stream not in STREAMS:
+            raise fail(self, 3, f'stream={self.stream!r}; "" or "tokens" is accepted')
+        if type(self.keep) is not bool:
+            raise fail(self, 3, f"keep={self.keep!r}; True or False is accepted")
+        if self.index != ():
+            text = f"index={self.index!r}; single indexes cannot be named yet: leave it out, and all that can be shared is"
+            raise fail(self, 6, text)
 
     def apply(self, graph: Graph) -> Graph:
         return graph
@@ -70,4 +87,15 @@ class Shard:
 def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding, ...]:
     """Return how devices are asked to share chunks, for the axes with more than one device."""
     asked = [d for d in directives if isinstance(d, Shard)]
-    return tuple(Sharding(d.over, mesh.size(d.over), d.index, d.stream, d.keep) for d in asked if mesh.size(d.over) > 1)
+    for each in asked:
+        each.check_form()
+    wide = [d for d in asked if mesh.size(d.over) > 1]
+    if len(wide) > 1:
+        raise fail(wide[1], 5, f"{describe(wide[0])} shares the chunks already, over {wide[0].over}; keep one of the two")
+    return tuple(Sharding(d.over, mesh.size(d.over), d.index, d.stream, d.keep) for d in wide)
+
+
+def shared_axes(graph: Graph, axes: Iterable[str]) -> str:
+    """Return those of some axes along which devices share the chunks of a graph, as a text; "" for none."""
+    taken = {whole_axis(axis) for axis, _ in graph.program.axes}
+    return ", ".join(axis for axis in axes if axis in taken)
