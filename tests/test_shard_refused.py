@@ -80,7 +80,9 @@ def test_devices_along_an_axis_without_shard_have_nothing_to_do() -> None:
 def test_every_axis_may_be_shared(axis: str, stream: str) -> None:
     """An axis is a name: devices along any of them do as those along tp."""
     compositions.captured(CASE.model)
-    made = piper.compile(compositions.job_of(CASE), Strategy(Mesh(**{axis: 2}), (piper.shard(where(), over=axis, stream=stream),)))
+    made = piper.compile(
+        compositions.job_of(CASE), Strategy(Mesh(**{axis: 2}), (piper.shard(where(), over=axis, stream=stream),))
+    )
     assert made.plan.shared == (axis,)
     c = Composition(CASE.model, rows=4)
     found = compositions.run(c, made.plan)

@@ -110,7 +110,9 @@ def _alike_problems(chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[
 
 def _channel_problem(plan: Plan, channel: Channel) -> str:
     if channel.kind != "group" or len(channel.roles) != 1 or channel.streams != (COMPUTE,):
-        return f"is for steps, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role on {COMPUTE} is needed"
+        return (
+            f"is for steps, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role on {COMPUTE} is needed"
+        )
     if not channel.over or not set(channel.over) <= set(plan.shared):
         along = ", ".join(plan.shared) or "no axis"
         return f"is for steps, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
