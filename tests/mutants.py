@@ -58,8 +58,9 @@ CASES: tuple[Composition, ...] = (
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
 refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
-ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision; devices that share chunks: with their tokens, as stages,
-with fewer heads of keys than devices, with dropout, with uneven weights."""
+ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision;
+devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights.
+"""
 
 
 def tolerance_of(case: Composition) -> float:
