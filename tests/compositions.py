@@ -18,7 +18,20 @@ import torch
 import piper
 from piper.api import capturing
 from piper.api.compiling import Compiled
-from piper_compiler import Options, Strategy, order, overlap, place, recipes, recompute, replicate, split, split_backward, stream
+from piper_compiler import (
+    Options,
+    Strategy,
+    order,
+    overlap,
+    place,
+    recipes,
+    recompute,
+    replicate,
+    shard,
+    split,
+    split_backward,
+    stream,
+)
 from piper_compiler.capture import Captured
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.mesh import Mesh
@@ -93,7 +106,8 @@ class Composition:
     there is an order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two
     may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
     stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
-    keep the same each, where the others share states."""
+    keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens too with
+    `stream`, where `gathered` keeps what the forward gathers."""
 
     model: str
     pp: int = 1
@@ -120,6 +134,9 @@ class Composition:
     prefetch: int = 1
     keep: str = "all"
     rep: int = 1
+    tp: int = 1
+    stream: str = ""
+    gathered: bool = False
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
@@ -127,6 +144,8 @@ class Composition:
         if self.zero:
             shown += [f"rep={self.rep}"] * (self.rep > 1)
             shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
+        if self.tp > 1:
+            shown += [f"tp={self.tp}", *[self.stream] * bool(self.stream), *["gathered"] * self.gathered]
         return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
 
 
@@ -185,7 +204,8 @@ def strategy_of(c: Composition) -> Strategy:
     data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
-    return Strategy(Mesh(pp=c.pp, **axes), (_pipeline(c, program), data_parallel, again))
+    sharers = (shard(where(), stream=c.stream, keep=c.gathered),) if c.tp > 1 else ()
+    return Strategy(Mesh(pp=c.pp, tp=c.tp, **axes), (sharers, _pipeline(c, program), data_parallel, again))
 
 
 def compiled(c: Composition) -> Compiled:

@@ -68,7 +68,11 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
             dict(pp=2),
             "stage2.F@1 (of 4 such nodes) is not placed",
         ),
-        (STAGES, dict(pp=2), "the mesh has pp=2 but no directive uses pp; place on it, replicate over it, or take it out"),
+        (
+            STAGES,
+            dict(pp=2),
+            "the mesh has pp=2 but no directive uses pp; shard or replicate over it, place on it, or take it out",
+        ),
         (recipes.gpipe(pp=2, microbatches=2), dict(pp=2, dp=2), "the mesh has dp=2 but no directive uses dp"),
         (recipes.gpipe(pp=2, microbatches=2), dict(pp=3), "nothing is placed on rank 2 (pp=2) of Mesh(pp=3)"),
         (

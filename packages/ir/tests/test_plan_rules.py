@@ -26,6 +26,7 @@ from packages.ir.tests.plans_for_tests import (
 )
 from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
 from packages.ir.tests.test_recompute_rules import BREAKS as RECOMPUTE_BREAKS
+from packages.ir.tests.test_sharing_rules import BREAKS as SHARING_BREAKS
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
@@ -617,7 +618,7 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> No
 
 def test_every_rule_has_a_negative_control() -> None:
     elsewhere = {"R31-gathered", "R32-contributions"}  # tests/test_sharding.py has theirs
-    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS + RECOMPUTE_BREAKS} | elsewhere == set(RULES)
+    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS + RECOMPUTE_BREAKS + SHARING_BREAKS} | elsewhere == set(RULES)
 
 
 def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:

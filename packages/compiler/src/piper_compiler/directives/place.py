@@ -10,6 +10,7 @@ Legality
  4. Placed axes are not axes over which the nodes are replicated.
  5. The streams named for a role agree with those named by earlier placements on it, and differ from the compute stream.
  6. The backward of a chunk and microbatch runs where its forward runs: what the forward saved is there.
+ 7. Devices do not share chunks along the axes (by `shard`): those run one program.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_compiler.directives.decided import Decided
+from piper_compiler.directives.shard import shared_axes
 from piper_ir.graph import Editor, Graph, Node, TransferStreams
 from piper_ir.graph_parts import common, in_mbs, on_role
 from piper_ir.mesh import AXES
@@ -89,6 +91,8 @@ class Place:
         for axis, at in self.on:
             if axis not in AXES:
                 raise fail(self, 1, f"unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
+            if shared_axes(graph, (axis,)):
+                raise fail(self, 7, f"devices share the chunks over {axis} (by shard), so all of them run each; use another axis")
             if not 0 <= at < graph.mesh.size(axis):
                 size = graph.mesh.size(axis)
                 raise fail(

@@ -13,6 +13,7 @@ Legality
  7. `shard` names states (params, grads, optim) and axes of `over`: those of params are all of those of grads or none,
     and those of grads all of those of optim or none.
  8. resident_mb and reduced_mb are numbers from 0, or "step"; prefetch is an integer from 0.
+ 9. Devices do not share chunks along the axes (by `shard`): those have the same rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from math import inf
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
+from piper_compiler.directives.shard import shared_axes
 from piper_ir.graph import Graph, Node, Replication
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
@@ -81,6 +83,8 @@ class Replicate:
         unknown = [a for a in self.over if a not in AXES]
         if not self.over or unknown:
             raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
+        if taken := shared_axes(graph, self.over):
+            raise fail(self, 9, f"devices share the chunks over {taken} (by shard), so they have the same rows; use another axis")
         if type(self.zero) is not int or not 0 <= self.zero <= len(STATES):
             raise fail(self, 5, f"zero={self.zero!r}; 0, 1, 2 or 3 is accepted")
         if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:

@@ -11,10 +11,11 @@ exchange tokens for heads.
 
 Legality
  1. It stands before every other directive, and selects all chunks.
- 2. `over` is an axis of the mesh that no other directive uses.
- 3. `stream` is "" or "tokens".
+ 2. `over` is the name of an axis. (An axis of degree 1 is not an error.) `place` and `replicate` refuse the same axis.
+ 3. `stream` is "" or "tokens", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
- 5. `attention` is "heads".
+ 5. Of several, each is over an axis of its own, and one at most shares the tokens, one at most anything else.
+ 6. `index` is a text, or a tuple of texts, and `attention` is "heads".
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from piper_compiler.directives.base import Directive, directive, fail, site_field
+from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
 from piper_ir.layout import Sharding
-from piper_ir.mesh import AXES, Mesh
-from piper_ir.select import Where
+from piper_ir.mesh import AXES, Mesh, whole_axis
+from piper_ir.select import Where, where
 
 STREAMS = ("", "tokens")
 TOKENS = "tokens"
@@ -59,16 +60,45 @@ class Shard:
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
+        self.check_form()
         if graph.log and not all(text.text.startswith("shard(") for text in graph.log):
             raise fail(self, 1, "another directive stands before it; write it first")
-        if self.over not in AXES:
-            raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
-        if self.stream not in STREAMS:
-            raise fail(self, 3, f'stream={self.stream!r}; "" or "tokens" is accepted')
-        if self.attention not in ATTENTION:
-            raise fail(self, 5, f'attention={self.attention!r}; "heads" is accepted: a ring, or gathered keys, are not there yet')
+        chosen = sum(len(node.each) for node in compute_nodes(self, graph, self.selection))
+        every = sum(len(node.each) for node in compute_nodes(self, graph, where()))
+        if chosen != every:
+            raise fail(self, 1, f"{chosen} of {every} nodes are selected; devices share all chunks or none, so write where()")
         if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(dict(graph.program.axes)):
             raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
+
+    def check_form(self) -> None:
+        """Raise DirectiveError for an argument that is wrong in any strategy."""
+        if not isinstance(self.selection, Where):
+            raise fail(self, 1, f"the selection is {self.selection!r}; where() is accepted")
+        if not isinstance(self.over, str) or self.over not in AXES:
+            raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
+        if not isinstance(self.stream, str) or self.stream not in STREAMS:
+            raise fail(self, 3, f'stream={self.stream!r}; "" or "tokens" is accepted')
+        if type(self.keep) is not bool:
+            raise fail(self, 3, f"keep={self.keep!r}; True or False is accepted")
+        if not isinstance(self.index, str) and not (
+            isinstance(self.index, tuple) and all(isinstance(i, str) for i in self.index)
+        ):
+            raise fail(self, 6, f"index={self.index!r}; the name of an index, or a tuple of names, is accepted")
+        if not isinstance(self.attention, str) or self.attention not in ATTENTION:
+            text = f'attention={self.attention!r}; "heads" is accepted: a ring, or gathered keys, are not there yet'
+            raise fail(self, 6, text)
+
+    @property
+    def context(self) -> bool:
+        """Return whether it shares the tokens of all ops."""
+        return self.index in (TOKENS, (TOKENS,))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the indexes that it shares; none for all, and for the tokens."""
+        if self.context:
+            return ()
+        return (self.index,) if isinstance(self.index, str) else self.index
 
     def apply(self, graph: Graph) -> Graph:
         return graph
@@ -81,11 +111,18 @@ class Shard:
 def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding, ...]:
     """Return how devices are asked to share chunks, for the axes with more than one device."""
     asked = [d for d in directives if isinstance(d, Shard)]
-    return tuple(_sharding(d, mesh.size(d.over)) for d in asked if mesh.size(d.over) > 1)
+    for each in asked:
+        each.check_form()
+    wide = [d for d in asked if mesh.size(d.over) > 1]
+    for number, item in enumerate(wide):
+        for before in wide[:number]:
+            if before.over == item.over or before.context == item.context:
+                text = f"{describe(before)} shares the same already, over {before.over}; keep one of the two"
+                raise fail(item, 5, text)
+    return tuple(Sharding(d.over, mesh.size(d.over), d.names, d.stream, d.keep, context=d.context) for d in wide)
 
 
-def _sharding(asked: Shard, degree: int) -> Sharding:
-    index = (asked.index,) if isinstance(asked.index, str) else asked.index
-    if index == (TOKENS,):
-        return Sharding(asked.over, degree, (), asked.stream, asked.keep, context=True)
-    return Sharding(asked.over, degree, index, asked.stream, asked.keep)
+def shared_axes(graph: Graph, axes: Iterable[str]) -> str:
+    """Return those of some axes along which devices share the chunks of a graph, as a text; "" for none."""
+    taken = {whole_axis(axis) for axis, _ in graph.program.axes}
+    return ", ".join(axis for axis in axes if axis in taken)

@@ -107,7 +107,7 @@ def _check_axes(graph: Graph) -> None:
         if axis not in placed | over | set(dict(graph.program.axes)):
             raise CompileError(
                 f"the mesh has {axis}={graph.mesh.size(axis)} but no directive uses {axis}; "
-                "place on it, replicate over it, or take it out of the mesh"
+                "shard or replicate over it, place on it, or take it out of the mesh"
             )
     idle = set(range(graph.mesh.world)) - {r for fixed in graph.roles.values() for r in graph.mesh.ranks(fixed)}
     if idle:

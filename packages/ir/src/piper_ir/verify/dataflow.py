@@ -62,7 +62,6 @@ class _Blocks:
 
 _Origin = Atom | _Sum | _Blocks
 SEED = "seed"
-_NORM, _ONCE = "norm", "norm, once,"
 
 
 def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None:
@@ -157,8 +156,9 @@ class _Dataflow:
                 origin[part.writes[0]] = _Sum(tuple(origin[v] for v in part.reads))
             case Zeros():
                 origin[part.writes[0]] = _Sum(())
-            case SquaredNorm(buckets=buckets, once=once):
-                origin[part.writes[0]] = _Sum(tuple((("", f"{_ONCE if b in once else _NORM} {b}"), -1) for b in buckets))
+            case SquaredNorm(buckets=buckets, once=once, over=over):
+                along = frozenset(a for a in over if self._plan.mesh.size(a) > 1)
+                origin[part.writes[0]] = _Sum(tuple([_counted(b, along if b in once else frozenset()) for b in buckets]))
             case Fresh(bucket=bucket):
                 origin[part.writes[0]] = ("", f"gradients of {bucket}"), -1
             case Fold():
@@ -206,11 +206,10 @@ class _Dataflow:
     def _norm(self, bucket: Bucket, opened: Opened) -> tuple[Atom, frozenset[str]]:
         """Return how a bucket counts in the norm: over the ranks that share it, and those that have it alike once."""
         shared = frozenset(a for a in (*bucket.shard.optim, *bucket.parts) if self._plan.mesh.size(a) > 1)
-        once: Atom = ("", f"{_ONCE} {bucket.id}"), -1
-        found = next((over for atom, over in opened if atom == once), None)
-        if found is not None and found > shared:
-            return once, found
-        return (("", f"{_NORM} {bucket.id}"), -1), shared
+        for atom, over in opened:
+            if over > shared and atom == _counted(bucket.id, over):
+                return atom, over
+        return _counted(bucket.id, frozenset()), shared
 
     def _weight_problems(self, origin: _Origin) -> Iterable[str]:
         plan = self._plan
@@ -220,6 +219,11 @@ class _Dataflow:
         wanted = Counter({(((last, port), mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
         if opened != wanted:
             yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(opened, wanted)}"
+
+
+def _counted(bucket: str, once: frozenset[str]) -> Atom:
+    """Return the atom of a bucket's norm, which ranks that have the same along some axes count once."""
+    return ("", f"norm, once along {', '.join(sorted(once))}, {bucket}" if once else f"norm {bucket}"), -1
 
 
 @dataclass(frozen=True, slots=True)

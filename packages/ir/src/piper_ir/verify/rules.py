@@ -50,6 +50,11 @@ RULES: dict[str, str] = {
     "and folded once",
     "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of the two writes each saved port",
     "R34-accumulation": "in a microbatch, a chunk adds once to the gradient of each of its parameters that wants one",
+    # devices that share chunks
+    "R35-parts": "sharers of a chunk run one role with the same rows; parameters have equal parts along axes of sharers alone, "
+    "and those of a bucket along the same, with gradients that are terms of a sum along the same",
+    "R36-inside": "steps meet along axes of sharers, on a channel of their role that joins just the ranks there; a forward that "
+    "reads parts meets along their axes, and equal code in the same way",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

@@ -19,6 +19,7 @@ from piper_ir.verify.recomputation import check_recomputation
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 from piper_ir.verify.sharding import check_sharded_use, check_shards
+from piper_ir.verify.sharing import check_sharing
 from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
 from piper_ir.verify.values import check_values
 
@@ -53,8 +54,9 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def _check_form(findings: Findings) -> None:
-    """Check R03 to R10 and R34 where tables hold."""
+    """Check R03 to R10 and R34 to R36 where tables hold."""
     check_chunks(findings)
+    check_sharing(findings)
     check_instructions(findings)
 
 

@@ -38,7 +38,9 @@ class Fiber:
         self._result: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._cancelled = False
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = threading.Lock(), threading.Lock()  # each is taken by who waits, and released by the other
+        self._go.acquire()
+        self._back.acquire()
         self._thread = threading.Thread(target=self._run, name="piper fiber", daemon=True)
 
     def start(self) -> None:

@@ -17,11 +17,13 @@ import torch
 
 from piper_ir.collectives import Law, law_of
 from piper_ir.errors import ExecutionError, PiperError, RankError
+from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, inside_channel
 from piper_runtime.engine.fibers import Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.rank_state import no_exchange
 
 
 @dataclass
@@ -129,6 +131,7 @@ class InlineEngine:
             raise failure(state.rank, entry, e) from e
         if done:
             state.fiber = None
+            state.rank.exchange = no_exchange
             state.spans.append((entry.index, state.started, time.perf_counter()))
             state.done[COMPUTE] = state.done.get(COMPUTE, 0) + 1
         return done
@@ -136,7 +139,7 @@ class InlineEngine:
     def _go_on(self, state: _State, entry: BoundInstr) -> bool:
         work = entry.work
         assert work is not None
-        if not state.rank.plan.shared:
+        if state.fiber is None and not _meets(state.rank, entry.index):
             self._observed(state, entry.index, work)
             return True
         if state.fiber is None:
@@ -197,6 +200,13 @@ class InlineEngine:
             member.done[head.stream] = member.done.get(head.stream, 0) + 1
             member.spans.append((head.index, member.posted_at[comm.channel], end))
         return members
+
+
+def _meets(rank: Rank, index: int) -> bool:
+    """Return whether an instruction has a step inside of which devices meet."""
+    ops = [part.op for part in rank.role.program[index].parts] if rank.plan.shared else []
+    steps = [rank.plan.chunk(op.variant).steps[op.step] for op in ops if isinstance(op, Compute) and op.step != "B"]
+    return any(step.collectives for step in steps)
 
 
 def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -55,7 +55,8 @@ def _nothing() -> None:
     pass
 
 
-def _no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+def no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+    """Raise ExecutionError: outside of the steps that meet by the plan there is nobody to meet."""
     raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
 
@@ -113,7 +114,7 @@ class RankState:
             self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
         self.feed = Feed(plan, rank, job.batch, device)
         self.counts = not plan.mesh.index_along(plan.shared, rank)
-        self.exchange: Exchange = _no_exchange
+        self.exchange: Exchange = no_exchange
         self.steps = LoadedSteps(code, device, self._globals())
 
     def _globals(self) -> dict[str, Any]:

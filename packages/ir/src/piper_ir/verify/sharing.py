@@ -1,0 +1,133 @@
+"""Check rules R35 and R36: the axes whose devices share chunks, what they take apart, and what they exchange in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from piper_ir.collectives import COLLECTIVES, law_of
+from piper_ir.layout import StepCollective
+from piper_ir.ops import Compute
+from piper_ir.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
+from piper_ir.program import Chunk, Param
+from piper_ir.sizes import bind
+from piper_ir.verify.rules import Findings
+
+
+def check_sharing(findings: Findings) -> None:
+    """Check R35 and R36."""
+    plan = findings.plan
+    params = {p.name: p for p in plan.params}
+    for axis in plan.shared:
+        if problem := _axis_problem(plan, axis):
+            findings.add("R35-parts", f"devices share chunks along {axis}, {problem}")
+    for param in plan.params:
+        for problem in _param_problems(plan, param):
+            findings.add("R35-parts", f"parameter {param.name} {problem}")
+    for bucket in plan.buckets:
+        if problem := _bucket_problem(bucket, [params[name] for name in bucket.params]):
+            findings.add("R35-parts", f"bucket {bucket.id} {problem}")
+    known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]] = {}
+    for chunk in (*plan.chunks, *plan.variants):
+        for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
+            findings.add("R36-inside", problem)
+    for channel in plan.channels:
+        if channel.purpose == "tensor" and (problem := _channel_problem(plan, channel)):
+            findings.add("R36-inside", f"channel {channel.id} {problem}")
+    for role in plan.roles if plan.shared else ():
+        for problem in _missing(plan, role):
+            findings.add("R36-inside", problem, role)
+
+
+def _axis_problem(plan: Plan, axis: str) -> str:
+    if plan.mesh.size(axis) < 2:
+        return f"and {plan.mesh} has no such axis"
+    if axis in plan.replicated:
+        return "and rows are shared out along it too; sharers of a chunk have the same rows"
+    placed = next((r.role for r in plan.roles if axis in r.placed), "")
+    return f"and role {placed} is placed on it; sharers of a chunk run one role" if placed else ""
+
+
+def _param_problems(plan: Plan, param: Param) -> Iterator[str]:
+    axes = [part.axis for part in param.layout]
+    for what, named in (("is in parts", axes), ("has gradients that are terms", list(param.summed))):
+        if odd := [a for a in named if a not in plan.shared or named.count(a) > 1]:
+            yield f"{what} along {', '.join(odd)}; devices share chunks along {', '.join(plan.shared) or 'no axis'}, each once"
+    if both := sorted(set(axes) & set(param.summed)):
+        yield f"is in parts along {', '.join(both)}, and gradients of parts are no terms of a sum there"
+    shape = param.spec.shape
+    for part in param.layout:
+        if not 0 <= part.dim < len(shape):
+            yield f"is in parts of dimension {part.dim}, and has {len(shape)} dimensions"
+        elif part.outer < 1 or bind(shape[part.dim], 0) % part.outer:
+            yield f"has {shape[part.dim]} elements in dimension {part.dim}, which are not {part.outer} equal parts"
+
+
+def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
+    for param in members:
+        axes = {part.axis for part in param.layout}
+        if axes != set(bucket.parts):
+            text = f"has other parts along {', '.join(bucket.parts) or 'no axis'}"
+            return f"{text}, and its parameter {param.name} along {', '.join(sorted(axes)) or 'no axis'}"
+    sums = {frozenset(p.summed): p.name for p in members}
+    if len(sums) > 1:
+        one, other = list(sums.values())[:2]
+        return f"has {one} and {other}, whose gradients are sums along different axes; one reduction cannot be right for both"
+    return ""
+
+
+def _step_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterator[str]:
+    for step, sig in chunk.steps.items():
+        for one in sig.collectives:
+            if problem := _collective_problem(plan, one):
+                yield f"{step} of chunk {chunk.variant} {problem}"
+    if plan.shared and (sig_f := chunk.steps.get("F")) is not None:
+        read = [chunk.inputs[int(p[2:])] for p in sig_f.reads if p.startswith("in")]
+        parts = {part.axis for i in read if i.kind == "param" for part in params[i.ref].layout}
+        met = {a for one in sig_f.collectives for a in plan.mesh.along(one.axis)}
+        if alone := sorted(parts - met):
+            yield f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges nothing along it"
+
+
+def _collective_problem(plan: Plan, one: StepCollective) -> str:
+    if one.kind not in COLLECTIVES:
+        return f"asks for the collective {one.kind}; known are {', '.join(COLLECTIVES)}"
+    along = plan.mesh.along(one.axis)
+    if not along or not set(along) <= set(plan.shared):
+        return f"has an {one.kind} along {one.axis}; devices share chunks along {', '.join(plan.shared) or 'no axis'}"
+    degree = plan.mesh.degree(along)
+    if law_of(one.kind).blocks and bind(one.nbytes, 0) % degree:
+        return f"has an {one.kind} of {one.nbytes} bytes, which {degree} devices cannot share equally"
+    return ""
+
+
+def _alike_problems(chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]]) -> Iterator[str]:
+    """Compare what steps exchange with what the first chunk of the same code does."""
+    for step, sig in chunk.steps.items() if chunk.code else ():
+        other, collectives = known.setdefault((chunk.code, step), (chunk.variant, sig.collectives))
+        if collectives != sig.collectives:
+            yield f"{step} of chunk {chunk.variant} exchanges something else than in {other}, which has the same code"
+
+
+def _channel_problem(plan: Plan, channel: Channel) -> str:
+    if channel.kind != "group" or len(channel.roles) != 1 or channel.streams != (COMPUTE,):
+        return (
+            f"is for steps, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role on {COMPUTE} is needed"
+        )
+    if not channel.over or not set(channel.over) <= set(plan.shared):
+        along = ", ".join(plan.shared) or "no axis"
+        return f"is for steps, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
+    return ""
+
+
+def _missing(plan: Plan, role: RolePlan) -> Iterator[str]:
+    """Yield the axes along which steps of a role meet without a channel that joins just the ranks there."""
+    ran = {part.op.variant: part.op for i in role.program for part in i.parts if isinstance(part.op, Compute)}
+    axes = {one.axis for name in ran for sig in plan.chunk(name).steps.values() for one in sig.collectives}
+    for axis in sorted(axes):
+        id = inside_channel(axis, role.role)
+        channel = next((c for c in plan.channels if c.id == id), None)
+        if channel is None:
+            yield f"its steps meet along {axis}, and there is no channel {id}"
+        elif (channel.purpose, channel.roles, set(channel.over)) != ("tensor", (role.role,), set(plan.mesh.along(axis))):
+            joins = f"{', '.join(channel.roles)} over ({', '.join(channel.over)}) for purpose {channel.purpose}"
+            yield f"its steps meet along {axis} on channel {id}, which joins {joins}"

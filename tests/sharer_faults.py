@@ -1,0 +1,212 @@
+"""Faults in how chunks are rewritten for devices that share them, and in how these run them: what no plan shows.
+
+Each runs a composition with the fault and returns the run with what one device computes; None where a case has no sharers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+
+from piper_compiler.capture.layouts import choice, local, rules
+from piper_compiler.capture.layouts.letters import lettered
+from piper_ir.mesh import Mesh
+from piper_runtime import Checkpoints
+from piper_runtime.checkpoint import rank_tensors
+from piper_runtime.engine.fibers import Fiber
+from piper_runtime.rank import layouts, parts, rank_state
+from tests import compositions
+from tests.compositions import Composition
+from tests.job_faults import JobFault, Judged
+
+aten = torch.ops.aten
+
+
+def _forget(c: Composition) -> None:
+    """Let the chunks of a model be rewritten anew."""
+    captured = compositions.captured(c.model, c.precision)
+    store = captured.code
+    captured.shared.clear()
+    store._sharded.clear()
+    for code, rows in list(store._traced):
+        if store._recipes[code].shardings:
+            del store._traced[code, rows]
+
+
+@contextmanager
+def _rewritten(c: Composition) -> Iterator[None]:
+    _forget(c)
+    try:
+        yield
+    finally:
+        _forget(c)
+
+
+def _judged(c: Composition) -> Judged:
+    return compositions.run(c), compositions.expected(c)
+
+
+def bias_before_the_sum(c: Composition) -> Judged | None:
+    """Each sharer adds the bias to its term of a product."""
+
+    def added(call: Any) -> Any:
+        loops = lettered({1: "mk", 2: "kn", -1: "mn"}, summed="k")
+        return replace(loops, same=(*loops.same, *rules.rules_products.broadcast(call, 0, -1)))
+
+    if c.tp == 1 or c.model != "gpt":
+        return None
+    with (
+        _rewritten(c),
+        patch.dict(rules.RULES, {aten.addmm.default: added}),
+        patch.object(choice, "unfused", lambda j, chosen: j),
+    ):
+        return _judged(c)
+
+
+def mean_over_own_tokens(c: Composition) -> Judged | None:
+    """Each sharer takes the mean over its own tokens, and these are added up."""
+    loss, gradient = torch.ops.piper.cross_entropy.default, torch.ops.piper.cross_entropy_dgrad.default
+    ruled = rules.rules_losses
+
+    def summed(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def adds(call: Any) -> Any:
+            with patch.object(ruled, "_reduction", lambda call: ruled.SUM):
+                return rule(call)
+
+        return adds
+
+    if not c.stream or c.model != "gpt":
+        return None
+    wrong = {op: summed(rules.RULES[op]) for op in (loss, gradient)}
+    with _rewritten(c), patch.dict(rules.RULES, wrong):
+        return _judged(c)
+
+
+def next_part_of_parameters(c: Composition) -> Judged | None:
+    """Each device begins with the part of the next one."""
+    right = layouts.places
+
+    def shifted(layout: Any, mesh: Mesh, rank: int) -> Any:
+        return tuple((part, n, (k + 1) % n) for part, n, k in right(layout, mesh, rank))
+
+    with patch.object(layouts, "places", shifted):
+        return _judged(c) if c.tp > 1 else None
+
+
+def next_place_in_code(c: Composition) -> Judged | None:
+    """Code takes each device for the next one where it looks at its place."""
+    right = rank_state._Places.__missing__
+
+    def shifted(places: Any, axis: str) -> int:
+        mesh = places._mesh
+        found: int = (right(places, axis) + 1) % mesh.degree(mesh.along(axis))
+        return found
+
+    with patch.object(rank_state._Places, "__missing__", shifted):
+        return _judged(c) if c.stream else None
+
+
+@contextmanager
+def _exchanging(change: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let `change` see each collective inside of steps: its number within the work, kind, axis and tensor, and the right one."""
+    right, seen = Fiber.exchange, WeakKeyDictionary[Fiber, int]()
+
+    def exchange(fiber: Fiber, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+        number = seen[fiber] = seen.get(fiber, -1) + 1
+        return change(number, kind, axis, given, lambda tensor: right(fiber, kind, axis, tensor))
+
+    with patch.object(Fiber, "exchange", exchange):
+        yield
+
+
+def sum_left_out(c: Composition) -> Judged | None:
+    """A sum over sharers is left out: each goes on with its own term."""
+    with _exchanging(lambda n, kind, axis, x, right: x.clone() if kind == "all_reduce" and n == 1 else right(x)):
+        return _judged(c) if c.tp > 1 and not c.stream else None
+
+
+def keys_not_summed(c: Composition) -> Judged | None:
+    """The gradients of keys and values are not summed over the devices that share a head of them."""
+    right = local.Sharded.summed
+
+    def summed(layouts: Any, number: int) -> tuple[str, ...]:
+        return () if layouts.layout_of(number) else right(layouts, number)
+
+    if c.model != "llama" or c.tp != 4:
+        return None
+    with _rewritten(c), patch.object(local.Sharded, "summed", summed):
+        return _judged(c)
+
+
+def block_of_the_next(c: Composition) -> Judged | None:
+    """A reduce-scatter gives each device the block of the next one."""
+    with _exchanging(lambda n, kind, axis, x, right: right(x.roll(1, 0) if kind == "reduce_scatter" else x)):
+        return _judged(c) if c.stream else None
+
+
+def gathered_in_another_order(c: Composition) -> Judged | None:
+    """A gather stacks what devices have in the wrong order."""
+    with _exchanging(lambda n, kind, axis, x, right: right(x).flip(0) if kind == "all_gather" else right(x)):
+        return _judged(c) if c.stream else None
+
+
+def masks_of_their_own(c: Composition) -> Judged | None:
+    """Each sharer draws another mask of dropout."""
+    right = parts._seeded
+
+    def seeded(run: Any, part: Any, chunk: Any, rank: Any) -> Any:
+        def own() -> None:
+            with patch.object(parts, "rng_seed", lambda seed, step, row, where: hash((seed, step, row, rank.rank))):
+                right(run, part, chunk, rank)()
+
+        return own
+
+    with patch.object(parts, "_seeded", seeded):
+        return _judged(c) if c.model == "gpt_dropout" and c.tp > 1 else None
+
+
+def losses_of_all_sharers(c: Composition) -> Judged | None:
+    """The loss of each sharer counts."""
+    right = rank_state.RankState.__init__
+
+    def made(self: Any, *args: Any, **more: Any) -> None:
+        right(self, *args, **more)
+        self.counts = True
+
+    with patch.object(rank_state.RankState, "__init__", made):
+        return _judged(c) if c.tp > 1 else None
+
+
+def saved_ranges_shifted(c: Composition) -> Judged | None:
+    """A checkpoint has the part of each device where that of the next one belongs."""
+    if c.tp == 1:
+        return None
+    right = rank_tensors.runs
+
+    def shifted(shape: Any, layout: Any, mesh: Mesh, rank: int, begin: int, end: int) -> Any:
+        coords = mesh.coords(rank)
+        axes = {part.axis for part in layout}
+        other = {a: (k + 1) % mesh.size(a) if a in axes else k for a, k in coords.items()}
+        return right(shape, layout, mesh, mesh.rank(other), begin, end)
+
+    with tempfile.TemporaryDirectory() as folder:
+        with patch.object(rank_tensors, "runs", shifted):
+            compositions.run(c, steps=2, checkpoint=Checkpoints(Path(folder), every=2))
+        found = compositions.run(c, steps=1, resume=Path(folder) / "step-00000002", gradients=True)
+    whole = compositions.expected(c)
+    return found, replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:])
+
+
+SHARERS: tuple[JobFault, ...] = (
+    bias_before_the_sum, mean_over_own_tokens, next_part_of_parameters, next_place_in_code, sum_left_out,
+    keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, losses_of_all_sharers,
+    saved_ranges_shifted,
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""What `shard` cannot do is refused by one message, in Python and on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import piper
+from piper import Mesh, Strategy, recipes
+from piper_ir.errors import CompileError, DirectiveError
+from piper_ir.select import where
+from tests import compositions, parity
+from tests.compositions import Composition
+
+ANY: Any = piper.shard
+"""Takes arguments that a type checker would refuse."""
+PAIR = Mesh(tp=2)
+CASE = Composition("gpt_untied", microbatches=2)
+
+REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
+    (lambda: ANY(where(), over=5), PAIR, r"shard\(where\(\), over=5\) at .*: over=5; one of cp, dp, .* condition 2"),
+    (lambda: ANY(where(), over=("tp",)), PAIR, "over=.*'tp'.*; one of cp, dp"),
+    (lambda: ANY(where(), over=["tp"]), PAIR, "over=.*'tp'.*; one of cp, dp"),
+    (lambda: ANY(where(), over="tp.0"), PAIR, "over='tp.0'; one of cp, dp"),
+    (lambda: ANY(where(), over="xp"), Mesh(), "over='xp'; one of cp, dp"),
+    (lambda: ANY(where(), stream=None), PAIR, 'stream=None; "" or "tokens" is accepted'),
+    (lambda: ANY(where(), stream=["tokens"]), PAIR, r"stream=\['tokens'\]; "),
+    (lambda: ANY(where(), keep="yes"), PAIR, "keep='yes'; True or False is accepted"),
+    (lambda: ANY(where(), keep=1), PAIR, "keep=1; True or False is accepted"),
+    (lambda: ANY(where(), index=5), PAIR, "index=5; the name of an index, or a tuple of names, is accepted"),
+    (lambda: ANY(where(), index=["heads"]), PAIR, r"index=\['heads'\]; the name of an index, or a tuple of names, is accepted"),
+    (lambda: ANY(where(), attention="ring"), PAIR, "attention='ring'; \"heads\" is accepted"),
+    (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
+    (lambda: piper.shard(where(layer=0)), PAIR, "of 10 nodes are selected; devices share all chunks or none"),
+    (lambda: (piper.shard(where()), piper.shard(where())), PAIR, r"shard\(where\(\)\) shares the same already, over tp"),
+    (
+        lambda: (piper.shard(where()), piper.shard(where(), over="cp")),
+        Mesh(tp=2, cp=2),
+        r"over='cp'\).*: shard\(where\(\)\) shares the same already, over tp; keep one of the two \[shard condition 5\]",
+    ),
+    (
+        lambda: (piper.shard(where(), over="dp"), recipes.data_parallel()),
+        Mesh(dp=2),
+        r"replicate.*devices share the chunks over dp \(by shard\).*\[replicate condition 9\]",
+    ),
+    (
+        lambda: (piper.shard(where(), over="pp"), recipes.one_f_one_b(pp=2, microbatches=2)),
+        Mesh(pp=2),
+        r"place.*devices share the chunks over pp \(by shard\).*\[place condition 7\]",
+    ),
+    (lambda: (piper.split(where(), microbatches=2), piper.shard(where())), PAIR, "another directive stands before it"),
+]
+
+
+@pytest.mark.parametrize(("directives", "mesh", "message"), REFUSED)
+def test_what_is_wrong_is_one_message(directives: Callable[[], Any], mesh: Mesh, message: str) -> None:
+    compositions.captured(CASE.model)
+    with pytest.raises(DirectiveError, match=message):
+        piper.compile(compositions.job_of(CASE), Strategy(mesh, (directives(),)))
+
+
+def test_devices_along_an_axis_without_shard_have_nothing_to_do() -> None:
+    compositions.captured(CASE.model)
+    with pytest.raises(CompileError, match="the mesh has tp=2 but no directive uses tp; shard or replicate over it, place on it"):
+        piper.compile(compositions.job_of(CASE), Strategy(PAIR))
+
+
+@pytest.mark.parametrize(
+    ("axis", "stream"),
+    [
+        pytest.param(axis, stream, marks=[pytest.mark.long] * (axis + stream not in ("cp", "cptokens", "pp")))
+        for axis in ("cp", "ep", "dp", "rep", "pp")
+        for stream in ("", "tokens")
+    ],
+)
+def test_every_axis_may_be_shared(axis: str, stream: str) -> None:
+    """An axis is a name: devices along any of them do as those along tp."""
+    compositions.captured(CASE.model)
+    made = piper.compile(
+        compositions.job_of(CASE), Strategy(Mesh(**{axis: 2}), (piper.shard(where(), over=axis, stream=stream),))
+    )
+    assert made.plan.shared == (axis,)
+    c = Composition(CASE.model, rows=4)
+    found = compositions.run(c, made.plan)
+    parity.assert_parity(found, compositions.expected(c))
+
+
+def test_an_axis_of_one_device_changes_nothing() -> None:
+    compositions.captured(CASE.model)
+    job = compositions.job_of(CASE)
+    plans = [piper.compile(job, Strategy(Mesh(tp=1), shards)).plan for shards in ((), (piper.shard(where()),))]
+    assert plans[0].key == plans[1].key
+
+
+SCRIPT = """
+import piper
+job = piper.models.job(piper.models.GPTConfig(layers=2, width=16, heads=2, vocab=32, length=8), global_batch=4)
+strategy = piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), stream="rows")])
+"""
+
+
+def test_the_command_says_it_in_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    command = [sys.executable, "-m", "piper", "verify", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "train.py:4: stream='rows'; \"\" or \"tokens\" is accepted" in done.stderr
