@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -26,6 +26,7 @@ from piper_compiler.capture.layouts.local import Lying, sharded
 from piper_compiler.capture.layouts.loops import place_of
 from piper_compiler.capture.phases import backward_nodes
 from piper_compiler.capture.stepgraph import Joint
+from piper_ir.layout import Sharding
 from piper_ir.mesh import Mesh
 
 Values = dict[fx.Node, Any]
@@ -56,8 +57,10 @@ def shared_of(
 ) -> tuple[SharedChunk, Sharded]:
     """What `shared_joint` makes for an axis, which is split into several degrees where these are given, with the indexes."""
     joint = joint_of(case)
-    split = degree if isinstance(degree, tuple) else split_degrees(joint, degree, stream=stream)
-    found = share(joint, "tp", split, stream=stream, kept=agreed.whole)
+    size = prod(degree) if isinstance(degree, tuple) else degree
+    asked = Sharding("tp", size, stream="tokens" if stream else "", keep=keep)
+    (split,) = (degree,) if isinstance(degree, tuple) else split_degrees(joint, [asked])
+    found = share(joint, [replace(asked, split=split)], agreed.whole)
     return found, sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
 
 
