@@ -1,4 +1,4 @@
-"""Check rules R35 and R36: the axes whose devices share chunks, what they take apart, and what they exchange in steps."""
+"""Check rules R35 and R36: the axes whose devices share chunks, what is taken apart, and what meets inside of steps."""
 
 from __future__ import annotations
 
