@@ -110,4 +110,4 @@ def test_the_command_says_it_in_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "piper", "verify", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "train.py:4: stream='rows'; \"\" or \"tokens\" is accepted" in done.stderr
+    assert 'train.py:4: stream=\'rows\'; "" or "tokens" is accepted' in done.stderr

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from piper_compiler.capture.joint import JointInput, trace_joint
-from piper_compiler.capture.layouts.indexes import Index, Indexed, indexed
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, indexed
 from piper_compiler.capture.stepgraph import Joint
 from tests.models import captured
 
@@ -26,14 +26,14 @@ class Graph:
     names: tuple[str, ...]
     indexes: Indexed
 
-    def dims(self, name: str) -> tuple[tuple[Index, ...], ...]:
+    def dims(self, name: str) -> tuple[tuple[LoopIndex, ...], ...]:
         """Return the indexes of each dimension of an input."""
         return self.indexes.tensors[self.joint.inputs[self.names.index(name)], 0]
 
     def sizes(self, name: str) -> list[list[int]]:
         return [[i.size for i in dim] for dim in self.dims(name)]
 
-    def blockers(self, index: Index) -> set[str]:
+    def blockers(self, index: LoopIndex) -> set[str]:
         """Return the ops that cannot be computed in parts of an index that they have."""
         ops = self.indexes.ops.values()
         having = [op for op in ops if any(index in dim for dims in (*op.tensors, *op.results) for dim in dims)]

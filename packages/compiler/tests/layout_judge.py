@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.indexes import Index, OpIndexes, of_call, outer_of
+from piper_compiler.capture.layouts.indexes import LoopIndex, OpIndexes, of_call, outer_of
 from piper_compiler.capture.layouts.loops import OpCall, place_of
 
 TOLERANCE = 1e-12
-Dims = Sequence[tuple[Index, ...]]
-Cuts = Sequence[tuple[Index, int]]
+Dims = Sequence[tuple[LoopIndex, ...]]
+Cuts = Sequence[tuple[LoopIndex, int]]
 """Indexes, and the number of parts of each."""
 
 
@@ -105,7 +105,7 @@ def marks(call: OpCall) -> str:
     return f"{arguments} -> {results}".strip()
 
 
-def _mark(found: OpIndexes, dim: tuple[Index, ...]) -> str:
+def _mark(found: OpIndexes, dim: tuple[LoopIndex, ...]) -> str:
     each = "".join(_sign(found.parts(index)) if index.size else "0" for index in dim)
     return f"({each})" if len(each) > 1 else each or "1"
 
@@ -159,7 +159,7 @@ def _block(tensor: Tensor, dims: Dims, cuts: Cuts, places: Sequence[int]) -> Ten
     return tensor.contiguous() if chosen else tensor
 
 
-def _has(dims: Dims, index: Index) -> bool:
+def _has(dims: Dims, index: LoopIndex) -> bool:
     return outer_of(dims, index) is not None
 
 

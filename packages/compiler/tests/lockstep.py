@@ -21,7 +21,7 @@ from piper_compiler.capture.joint import trace_joint
 from piper_compiler.capture.layouts import Agreed, Sharded, split_degrees
 from piper_compiler.capture.layouts.choice import SharedChunk, share
 from piper_compiler.capture.layouts.decide import SUM
-from piper_compiler.capture.layouts.indexes import Index, key_of
+from piper_compiler.capture.layouts.indexes import LoopIndex, key_of
 from piper_compiler.capture.layouts.local import Lying, sharded
 from piper_compiler.capture.layouts.loops import place_of
 from piper_compiler.capture.phases import backward_nodes
@@ -118,10 +118,10 @@ def _pairs(joint: Joint, between: Joint, made: Sharded) -> Iterator[tuple[fx.Nod
         yield node, between.outputs[k], made.joint.tangents[k], made.outputs[k]
 
 
-def _part(whole: Tensor, dims: Sequence[tuple[Index, ...]], lying: Lying, shared: Sharded, mesh: Mesh, rank: int) -> Tensor:
-    done: set[Index] = set()
+def _part(whole: Tensor, dims: Sequence[tuple[LoopIndex, ...]], lying: Lying, shared: Sharded, mesh: Mesh, rank: int) -> Tensor:
+    done: set[LoopIndex] = set()
     for how, axis in zip(lying, shared.axes, strict=True):
-        if isinstance(how, Index):
+        if isinstance(how, LoopIndex):
             dim, inside = next((d, inside) for d, inside in enumerate(dims) if how in inside)
             outer = prod(i.size for i in inside[: inside.index(how)] if i not in done)
             whole = place_of(whole, dim, outer, axis.degree, mesh.index_along((axis.name,), rank))

@@ -8,7 +8,7 @@ import pytest
 
 from packages.compiler.tests.layout_graphs import HEADS, HIDDEN, KV, SPELLINGS, E, Graph, chunk_of, spelled
 from packages.compiler.tests.test_layout_rules import CASES
-from piper_compiler.capture.layouts.indexes import Index
+from piper_compiler.capture.layouts.indexes import LoopIndex
 from tests.models import CASES as CAPTURED
 from tests.models import MORE, captured
 
@@ -18,7 +18,7 @@ ADDED = {"aten.addmm.default"}
 """Products with a bias, whose inner dimension is whole: each term of a sum would add the bias again."""
 
 
-def index(graph: Graph, name: str, dim: int, place: int = 0) -> Index:
+def index(graph: Graph, name: str, dim: int, place: int = 0) -> LoopIndex:
     return graph.dims(name)[dim][place]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from packages.compiler.tests.layout_graphs import Graph, chunk_of, spelled
 from piper_compiler.capture.layouts import NamedIndexes
-from piper_compiler.capture.layouts.indexes import Index
+from piper_compiler.capture.layouts.indexes import LoopIndex
 
 
 def named(graph: Graph) -> NamedIndexes:
@@ -20,7 +20,7 @@ def at(found: NamedIndexes, name: str) -> set[str]:
 
 
 def names_at(found: NamedIndexes, param: str, dim: int) -> list[str]:
-    index: tuple[Index, ...] = found.dims(next(k for k, names in enumerate(found.params) if param in names))[dim]
+    index: tuple[LoopIndex, ...] = found.dims(next(k for k, names in enumerate(found.params) if param in names))[dim]
     return [found.names[i] for i in index]
 
 

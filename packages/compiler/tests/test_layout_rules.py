@@ -18,7 +18,7 @@ from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts import rules
 from piper_compiler.capture.layouts.indexes import of_call
 from piper_compiler.capture.layouts.letters import all_whole
-from piper_compiler.capture.layouts.loops import At, Loops, OpCall
+from piper_compiler.capture.layouts.loops import DimOf, Loops, OpCall
 from piper_compiler.capture.layouts.rules_elementwise import elementwise
 
 aten = torch.ops.aten
@@ -106,12 +106,12 @@ def _linear(*terms: int) -> Callable[[Rule], Rule]:
     return _edited(lambda loops: replace(loops, linear=(frozenset(terms),)))
 
 
-def _freed(*dims: At) -> Callable[[Rule], Rule]:
+def _freed(*dims: DimOf) -> Callable[[Rule], Rule]:
     """Leave to devices what must be whole: all of it, or some dimensions."""
     return _edited(lambda loops: replace(loops, whole=loops.whole - set(dims) if dims else frozenset()))
 
 
-def _summed(*dims: At) -> Callable[[Rule], Rule]:
+def _summed(*dims: DimOf) -> Callable[[Rule], Rule]:
     """Add up what must be whole: all of it, or some dimensions."""
     return _edited(
         lambda loops: replace(
@@ -124,7 +124,7 @@ def _of(loops: Loops) -> Callable[[Rule], Rule]:
     return lambda rule: lambda call: loops
 
 
-def _same(*pairs: tuple[At, At]) -> Any:
+def _same(*pairs: tuple[DimOf, DimOf]) -> Any:
     return tuple(((a,), (b,)) for a, b in pairs)
 
 
@@ -134,17 +134,17 @@ def _swapped(loops: Loops) -> Loops:
 
 _unmoved = _edited(lambda loops: Loops(loops.same, loops.summed, loops.whole, loops.linear))
 CONVOLUTION_SUMS = Loops(
-    _same((At(0, 0), At(-1, 0)), (At(0, 1), At(1, 1)), (At(1, 0), At(-1, 1)), (At(2, 0), At(1, 0))),
-    summed=frozenset({At(0, 1)}), whole=frozenset(At(k, d) for k in (0, 1, -1) for d in (2, 3)),
+    _same((DimOf(0, 0), DimOf(-1, 0)), (DimOf(0, 1), DimOf(1, 1)), (DimOf(1, 0), DimOf(-1, 1)), (DimOf(2, 0), DimOf(1, 0))),
+    summed=frozenset({DimOf(0, 1)}), whole=frozenset(DimOf(k, d) for k in (0, 1, -1) for d in (2, 3)),
 )  # fmt: skip
 WRONG: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
-    "mm's inner dimension is one of the result": ("mm, square", _of(Loops(_same((At(0, 1), At(-1, 1)))))),
+    "mm's inner dimension is one of the result": ("mm, square", _of(Loops(_same((DimOf(0, 1), DimOf(-1, 1)))))),
     "a bias is added with each term": ("addmm", _summed()),
     "a convolution's bias is added with each term": ("convolution, bias", _of(CONVOLUTION_SUMS)),
     "heads lie in groups": ("attention", _edited(_swapped)),
     "gradients of keys are sums over heads in groups": ("attention gradient", _edited(_swapped)),
-    "causal queries do not know their places": ("attention, causal", _freed(At(0, 1))),
-    "keys are terms of a sum": ("attention", _summed(At(1, 1))),
+    "causal queries do not know their places": ("attention, causal", _freed(DimOf(0, 1))),
+    "keys are terms of a sum": ("attention", _summed(DimOf(1, 1))),
     "a mean is a sum": ("mean, all", _summed()),
     "a loss's mean is a sum": ("cross_entropy, mean", _summed()),
     "a mean's gradient counts its own rows": ("cross_entropy gradient, mean", _freed()),
@@ -181,7 +181,7 @@ NEEDLESS: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
         _edited(lambda loops: replace(loops, summed=frozenset())),
     ),
     "a weight's gradient is no sum over rows": ("layer_norm_backward", _edited(lambda loops: replace(loops, summed=frozenset()))),
-    "a mask is whole": ("attention, full mask", _edited(lambda loops: replace(loops, whole=loops.whole | {At(3, 1)}))),
+    "a mask is whole": ("attention, full mask", _edited(lambda loops: replace(loops, whole=loops.whole | {DimOf(3, 1)}))),
 }
 """Rules that are right and computed whole where that is not needed."""
 

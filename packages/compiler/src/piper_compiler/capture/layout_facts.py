@@ -10,7 +10,7 @@ from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.kernels import flops_of
 from piper_compiler.capture.layouts import AskedIndexes, NamedIndexes, Parted, parted, shareable, steps_of, title, uneven
-from piper_compiler.capture.layouts.indexes import Index
+from piper_compiler.capture.layouts.indexes import LoopIndex
 from piper_compiler.capture.sharding import params_of
 from piper_ir.layout import Sharding
 from piper_ir.program import Chunk, Program
@@ -110,7 +110,7 @@ def _unknown(named: NamedIndexes) -> tuple[str, ...]:
 
 
 def _indexes(named: NamedIndexes, inputs: Mapping[int, str], shares: _Shares) -> Iterator[IndexFacts]:
-    groups: dict[str, list[Index]] = {}
+    groups: dict[str, list[LoopIndex]] = {}
     for index, name in named.names.items():
         groups.setdefault(_renamed(name, named, inputs), []).append(index)
     for name, group in groups.items():
@@ -135,14 +135,14 @@ class _Shares:
 
     named: NamedIndexes
     recipe: TraceSpec
-    devices: Mapping[Index, int]
+    devices: Mapping[LoopIndex, int]
 
-    reasons: Mapping[Index, str]
+    reasons: Mapping[LoopIndex, str]
 
     @staticmethod
     def of(named: NamedIndexes, recipe: TraceSpec) -> _Shares:
-        devices: dict[Index, int] = {}
-        reasons: dict[Index, str] = {}
+        devices: dict[LoopIndex, int] = {}
+        reasons: dict[LoopIndex, str] = {}
         for asked in recipe.shardings:
             if asked.stream or asked.context:
                 tokens = [i for i, name in named.names.items() if name == "tokens"]
@@ -157,7 +157,7 @@ class _Shares:
                     devices |= _devices(next(w for w in wanted if set(nest) & set(w)), asked.degree)
         return _Shares(named, recipe, devices, reasons)
 
-    def why(self, index: Index) -> str:
+    def why(self, index: LoopIndex) -> str:
         """Return why devices do not share an index."""
         found = self.named.obstacle(index)
         hint = '; stream="tokens" shares it' if self.named.names[index] == "tokens" else ""
@@ -172,20 +172,20 @@ class _Shares:
         return next(filter(None, reasons), "it has one element")
 
 
-def _wanted(named: NamedIndexes, asked: Sharding) -> tuple[tuple[Index, ...], ...]:
+def _wanted(named: NamedIndexes, asked: Sharding) -> tuple[tuple[LoopIndex, ...], ...]:
     return AskedIndexes(asked.index, named.params).among(named.joint, named.indexes, named.nests)
 
 
-def _devices(nest: Sequence[Index], degree: int) -> dict[Index, int]:
+def _devices(nest: Sequence[LoopIndex], degree: int) -> dict[LoopIndex, int]:
     """Return among how many devices each index of a nest is shared."""
-    found: dict[Index, int] = {}
+    found: dict[LoopIndex, int] = {}
     for index in nest:
         found[index] = gcd(degree, index.size)
         degree //= found[index]
     return found
 
 
-def _reason(named: NamedIndexes, nest: Sequence[Index], wanted: Iterable[Sequence[Index]], degree: int) -> str:
+def _reason(named: NamedIndexes, nest: Sequence[LoopIndex], wanted: Iterable[Sequence[LoopIndex]], degree: int) -> str:
     """Return why an index of a nest is not shared, if it is not."""
     found = next((w for w in wanted if set(w) & set(nest)), None)
     if found is None:

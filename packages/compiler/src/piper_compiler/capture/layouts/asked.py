@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from piper_compiler.capture.layouts.choice import in_crossing, shareable, taken_apart, uneven
-from piper_compiler.capture.layouts.indexes import Index, Indexed
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, Spots, names_of, spots_of
 from piper_compiler.capture.layouts.reasons import obstacle
 from piper_compiler.capture.stepgraph import Joint
@@ -33,7 +33,7 @@ class NamedIndexes:
         return NamedIndexes(*taken_apart(joint), tuple(map(tuple, params)))
 
     @cached_property
-    def names(self) -> Mapping[Index, str]:
+    def names(self) -> Mapping[LoopIndex, str]:
         return names_of(self.joint, self.indexes, [each[0] if each else "" for each in self.params])
 
     def dims(self, number: int) -> tuple[Nested, ...]:
@@ -46,7 +46,7 @@ class NamedIndexes:
         return spots_of(self.joint, self.indexes)
 
     @cached_property
-    def spots(self) -> Mapping[Index, tuple[str, ...]]:
+    def spots(self) -> Mapping[LoopIndex, tuple[str, ...]]:
         """Return for each index the dimensions of parameters that have it, as "layers.0.up.weight:0"."""
         found = self.spots_by_input.items()
         return {index: tuple(f"{self.params[k][0]}:{dim}" for k, dim in where) for index, where in found}
@@ -57,10 +57,10 @@ class NamedIndexes:
         return shareable(self.joint, self.indexes)
 
     @cached_property
-    def crossing(self) -> frozenset[Index]:
+    def crossing(self) -> frozenset[LoopIndex]:
         return frozenset(in_crossing(self.joint, self.indexes))
 
-    def obstacle(self, index: Index) -> str:
+    def obstacle(self, index: LoopIndex) -> str:
         """Return why devices cannot share an index; "" where they can."""
         return obstacle(self.indexes, self.crossing, index)
 

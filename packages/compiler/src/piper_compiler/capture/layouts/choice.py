@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
-from piper_compiler.capture.layouts.indexes import Index, Indexed, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
@@ -56,7 +56,7 @@ def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tup
     crossing = in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
     whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
-    found: dict[Index, Nested] = {}
+    found: dict[LoopIndex, Nested] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] != "param":
             continue
@@ -67,8 +67,8 @@ def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tup
     return tuple(run for first, run in found.items() if first not in inner)
 
 
-def _runs(dim: Sequence[Index], good: Callable[[Index], bool]) -> Iterator[Nested]:
-    run: list[Index] = []
+def _runs(dim: Sequence[LoopIndex], good: Callable[[LoopIndex], bool]) -> Iterator[Nested]:
+    run: list[LoopIndex] = []
     for index in (*dim, None):
         if index is not None and good(index):
             run.append(index)
@@ -225,7 +225,7 @@ def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
     return apart, first if apart is joint else indexed(apart)
 
 
-def in_crossing(joint: Joint, indexes: Indexed) -> set[Index]:
+def in_crossing(joint: Joint, indexes: Indexed) -> set[LoopIndex]:
     """Return the indexes of what passes between chunks."""
     return {i for node in _crossing(joint) for dim in indexes.tensors[key_of(node)] for i in dim}
 
@@ -292,7 +292,7 @@ def _has(inside: Nested, nest: Nested) -> bool:
     return any(inside[k : k + len(nest)] == nest for k in range(len(inside)))
 
 
-def _found(indexes: Indexed, place: _Place) -> Index:
+def _found(indexes: Indexed, place: _Place) -> LoopIndex:
     inner = 1
     for index in reversed(indexes.tensors[place.key][place.dim]):
         if inner == place.inner and index.size == place.size:

@@ -20,12 +20,12 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.layouts.decide import SUM, Along, SharedAxis
 from piper_compiler.capture.layouts.emit import Emitter
-from piper_compiler.capture.layouts.indexes import Index
+from piper_compiler.capture.layouts.indexes import LoopIndex
 from piper_ir.mesh import whole_axis
 from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 aten = torch.ops.aten
-TensorDims = Sequence[tuple[Index, ...]]
+TensorDims = Sequence[tuple[LoopIndex, ...]]
 
 
 def convert(
@@ -66,7 +66,7 @@ def joined_axis(axes: Sequence[SharedAxis], first: int, last: int) -> SharedAxis
 
 def _follows(dims: TensorDims, outer: Along, inner: Along) -> bool:
     """Return whether two axes hold a tensor alike: in parts of neighbouring indexes, or both not in parts."""
-    if isinstance(outer, Index) and isinstance(inner, Index):
+    if isinstance(outer, LoopIndex) and isinstance(inner, LoopIndex):
         return any(pair == (outer, inner) for dim in dims for pair in pairwise(dim))
     return outer == inner
 
@@ -76,20 +76,20 @@ def _converted(
     first: int, last: int,
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
-    others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, Index)}
+    others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
     axis = joined_axis(axes, first, last)
     match now, then:
-        case Index(), None:
+        case LoopIndex(), None:
             return _gather(emit, source, place_in(dims, now, others), axis)
-        case None, Index():
+        case None, LoopIndex():
             return _own(emit, source, place_in(dims, then, others), axis)
         case _, None if now is SUM:
             return emit.call(all_reduce, source, axis.name, axis.degree)
-        case _, Index() if now is SUM:
+        case _, LoopIndex() if now is SUM:
             return _scatter(emit, source, place_in(dims, then, others), axis)
-        case Index(), Index():
+        case LoopIndex(), LoopIndex():
             return _exchange(emit, source, place_in(dims, now, others), place_in(dims, then, others), axis)
-        case Index(), _:
+        case LoopIndex(), _:
             return _spread(emit, source, place_in(dims, now, others), axis)
         case None, _ if then is SUM:
             return _first(emit, source, axis)
@@ -100,7 +100,7 @@ DimPlace = tuple[int, int]
 """A dimension, and the steps of the factors outside of an index there, on one device of the other axes."""
 
 
-def place_in(dims: TensorDims, index: Index, others: set[Index]) -> DimPlace:
+def place_in(dims: TensorDims, index: LoopIndex, others: set[LoopIndex]) -> DimPlace:
     """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)

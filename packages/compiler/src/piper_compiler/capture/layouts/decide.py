@@ -15,7 +15,7 @@ from enum import Enum
 
 from torch import fx
 
-from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.stepgraph import Joint
 
 
@@ -28,7 +28,7 @@ class Sum(Enum):
 SUM = Sum.SUM
 TOKENS = 1
 """The dimension of a value or batch tensor that holds the tokens."""
-Along = Index | Sum | None
+Along = LoopIndex | Sum | None
 """The way in which a tensor lies along an axis: in parts of an index, as a sum, or None: equal on all devices."""
 
 
@@ -46,9 +46,9 @@ class SharedAxis:
 
     name: str
     degree: int
-    weights: frozenset[Index]
-    stream: frozenset[Index] = frozenset()
-    inside: frozenset[Index] = frozenset()
+    weights: frozenset[LoopIndex]
+    stream: frozenset[LoopIndex] = frozenset()
+    inside: frozenset[LoopIndex] = frozenset()
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Decision:
     settled: dict[TensorKey, Along] = field(default_factory=dict)
     wanted: dict[fx.Node, tuple[Along, ...]] = field(default_factory=dict)
     results: dict[fx.Node, Along] = field(default_factory=dict)
-    rewritten: dict[fx.Node, Index] = field(default_factory=dict)
-    along: dict[fx.Node, Index] = field(default_factory=dict)
+    rewritten: dict[fx.Node, LoopIndex] = field(default_factory=dict)
+    along: dict[fx.Node, LoopIndex] = field(default_factory=dict)
 
     def of(self, key: TensorKey) -> Along:
         """Return how users find a tensor."""
@@ -97,7 +97,7 @@ class _Pass:
         self.new: dict[TensorKey, Along] = {}
         self._joint, self._indexes, self._axis, self._terms = joint, indexes, axis, terms
         self._params = {n: k for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param"}
-        self._asked: dict[TensorKey, Index] = {}
+        self._asked: dict[TensorKey, LoopIndex] = {}
 
     def run(self) -> None:
         self._place_inputs()
@@ -123,10 +123,10 @@ class _Pass:
         """Ask that the gradients of parameters are made in the parts that these are in."""
         for k, node in self._joint.grads.items():
             how = self.decision.made[self._joint.inputs[k], 0]
-            if self._joint.kinds[k] == "param" and isinstance(how, Index):
+            if self._joint.kinds[k] == "param" and isinstance(how, LoopIndex):
                 self._ask(key_of(node), how)
 
-    def _ask(self, key: TensorKey, index: Index) -> None:
+    def _ask(self, key: TensorKey, index: LoopIndex) -> None:
         """Ask that a tensor is made in parts of an index, and so what is made for it alone."""
         self._asked[key] = index
         op = self._indexes.ops.get(key[0])
@@ -141,7 +141,7 @@ class _Pass:
         dims = self._indexes.tensors[key_of(node)]
         return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
 
-    def _first(self, wanted: frozenset[Index], node: fx.Node) -> Index | None:
+    def _first(self, wanted: frozenset[LoopIndex], node: fx.Node) -> LoopIndex | None:
         """Return the first index of a node's tensor that is among `wanted`."""
         return next((i for dim in self._indexes.tensors[key_of(node)] for i in dim if i in wanted), None)
 
@@ -169,9 +169,9 @@ class _Pass:
             if how is SUM and want is not SUM:
                 self._settle(key, want)
 
-    def _index(self, node: fx.Node, op: OpIndexes, lying: list[Along]) -> Index | None:
+    def _index(self, node: fx.Node, op: OpIndexes, lying: list[Along]) -> LoopIndex | None:
         """Return the index that an op is computed in parts of, if any."""
-        present = [how for how in lying if isinstance(how, Index)]
+        present = [how for how in lying if isinstance(how, LoopIndex)]
         present += [self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked]
         present.sort(key=lambda i: i not in self._axis.weights)
         found = next((i for i in present if op.parts(i) is not None or op.rewrite(i) is not None), None)
@@ -205,7 +205,7 @@ class _Pass:
                 self._settle(key_of(node), want)
 
 
-def _made_along(op: OpIndexes, index: Index) -> list[Along]:
+def _made_along(op: OpIndexes, index: LoopIndex) -> list[Along]:
     """Return how the results of an op lie that is computed in parts of an index."""
     rewrite = op.rewrite(index)
     without: Along = SUM if rewrite is None or rewrite.terms else None

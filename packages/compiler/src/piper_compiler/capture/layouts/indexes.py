@@ -17,7 +17,7 @@ from math import prod
 from torch import Tensor, fx
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.loops import At, Inner, LoopRewrite, Loops, Nest, OpCall
+from piper_compiler.capture.layouts.loops import DimOf, Inner, LoopRewrite, Loops, Nest, OpCall
 from piper_compiler.capture.layouts.rules import loops_of
 from piper_compiler.capture.stepgraph import Joint
 
@@ -26,7 +26,7 @@ TensorKey = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True)
-class Index:
+class LoopIndex:
     """Name a loop through a graph by its number; `size` is its number of steps."""
 
     number: int
@@ -50,14 +50,14 @@ class OpIndexes:
     call: OpCall
     keys: tuple[TensorKey, ...]
     loops: Loops
-    tensors: tuple[tuple[tuple[Index, ...], ...], ...]
-    results: tuple[tuple[tuple[Index, ...], ...], ...]
-    whole: frozenset[Index]
-    summed: frozenset[Index]
+    tensors: tuple[tuple[tuple[LoopIndex, ...], ...], ...]
+    results: tuple[tuple[tuple[LoopIndex, ...], ...], ...]
+    whole: frozenset[LoopIndex]
+    summed: frozenset[LoopIndex]
     known: bool = True
-    rewritten: Mapping[Index, At] = field(default_factory=dict)
+    rewritten: Mapping[LoopIndex, DimOf] = field(default_factory=dict)
 
-    def parts(self, index: Index) -> tuple[bool, ...] | None:
+    def parts(self, index: LoopIndex) -> tuple[bool, ...] | None:
         """Return, for each result, whether it has the index; the others are sums over it.
 
         None says that the op cannot be computed in parts of this index.
@@ -71,17 +71,17 @@ class OpIndexes:
         lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
         return has if not lack or index in self.summed else None
 
-    def rewrite(self, index: Index) -> LoopRewrite | None:
+    def rewrite(self, index: LoopIndex) -> LoopRewrite | None:
         """Return how other ops compute the op in parts of an index, if they can."""
         at = self.rewritten.get(index)
         return None if at is None or index in self.whole else self.loops.rewrites[at]
 
-    def dim(self, at: At) -> tuple[Index, ...]:
+    def dim(self, at: DimOf) -> tuple[LoopIndex, ...]:
         """Return the indexes of a dimension, outermost first."""
         return (self.tensors[at.tensor] if at.tensor >= 0 else self.results[-1 - at.tensor])[at.dim]
 
 
-def _empty(dims: tuple[tuple[Index, ...], ...]) -> bool:
+def _empty(dims: tuple[tuple[LoopIndex, ...], ...]) -> bool:
     """Return whether a tensor has no elements: a sum of such is one."""
     return any(index.size == 0 for dim in dims for index in dim)
 
@@ -96,9 +96,9 @@ class Indexed:
         indexes: all of them.
     """
 
-    tensors: Mapping[TensorKey, tuple[tuple[Index, ...], ...]]
+    tensors: Mapping[TensorKey, tuple[tuple[LoopIndex, ...], ...]]
     ops: Mapping[fx.Node, OpIndexes]
-    indexes: tuple[Index, ...]
+    indexes: tuple[LoopIndex, ...]
 
 
 def key_of(node: fx.Node) -> TensorKey:
@@ -162,7 +162,7 @@ class _Op:
     call: OpCall
     keys: tuple[TensorKey, ...]
     loops: Loops | None
-    numbers: Mapping[At | Inner, int]
+    numbers: Mapping[DimOf | Inner, int]
     """A dimension or inner loop -> its number in the space."""
     links: tuple[int, ...]
 
@@ -189,7 +189,7 @@ class _Space:
         """Add an op and its results; its arguments are there."""
         self.add_tensors(node, call.results)
         loops = loops_of(call)
-        numbers: dict[At | Inner, int] = {}
+        numbers: dict[DimOf | Inner, int] = {}
         for tensor in call.every():
             key = keys[tensor] if tensor >= 0 else (node, -1 - tensor)
             numbers |= dict(zip(call.dims(tensor), self._dims[key], strict=True))
@@ -203,7 +203,7 @@ class _Space:
         """Say that two tensors have equal dimensions."""
         self._links += [([x], [y]) for x, y in zip(self._dims[a], self._dims[b], strict=True)]
 
-    def _nest(self, nest: Nest, numbers: dict[At | Inner, int]) -> list[int]:
+    def _nest(self, nest: Nest, numbers: dict[DimOf | Inner, int]) -> list[int]:
         for loop in nest:
             if isinstance(loop, Inner) and loop not in numbers:
                 numbers[loop] = self._dim(loop.size)
@@ -224,11 +224,11 @@ class _Space:
             if k not in broken:
                 for a, b in zip(*(list(_places(nest, factors, firsts)) for nest in (left, right)), strict=True):
                     classes.unite(a, b)
-        number: dict[int, Index] = {}
-        per_dim: list[tuple[Index, ...]] = []
+        number: dict[int, LoopIndex] = {}
+        per_dim: list[tuple[LoopIndex, ...]] = []
         for dim, sizes in enumerate(factors):
             roots = [classes.root(firsts[dim] + k) for k in range(len(sizes))]
-            per_dim.append(tuple(number.setdefault(r, Index(len(number), s)) for r, s in zip(roots, sizes, strict=True)))
+            per_dim.append(tuple(number.setdefault(r, LoopIndex(len(number), s)) for r, s in zip(roots, sizes, strict=True)))
         tensors = {key: tuple(per_dim[d] for d in dims) for key, dims in self._dims.items()}
         ops = {node: self._op_indexes(node, op, per_dim, tensors, broken) for node, op in self._ops.items()}
         return Indexed(tensors, ops, tuple(number.values()))
@@ -237,11 +237,11 @@ class _Space:
         self,
         node: fx.Node,
         op: _Op,
-        per_dim: Sequence[tuple[Index, ...]],
-        tensors: Mapping[TensorKey, tuple[tuple[Index, ...], ...]],
+        per_dim: Sequence[tuple[LoopIndex, ...]],
+        tensors: Mapping[TensorKey, tuple[tuple[LoopIndex, ...], ...]],
         broken: set[int],
     ) -> OpIndexes:
-        def of(loops: Iterable[At | Inner]) -> set[Index]:
+        def of(loops: Iterable[DimOf | Inner]) -> set[LoopIndex]:
             return {index for loop in loops for index in per_dim[op.numbers[loop]]}
 
         loops = op.loops or Loops(whole=frozenset(op.numbers))
@@ -350,7 +350,7 @@ class _Classes:
         self._parents[self.root(a)] = self.root(b)
 
 
-def outer_of(dims: Sequence[tuple[Index, ...]], index: Index) -> tuple[int, int] | None:
+def outer_of(dims: Sequence[tuple[LoopIndex, ...]], index: LoopIndex) -> tuple[int, int] | None:
     """Return the dimension that an index is in and the steps of the factors outside of it there; None if in none."""
     for dim, inside in enumerate(dims):
         if index in inside:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from piper_compiler.capture.layouts.loops import At, Localize, Loops, OpCall, unchanged
+from piper_compiler.capture.layouts.loops import DimOf, Localize, Loops, OpCall, unchanged
 
 OUT = -1
 """The number of the first result."""
@@ -21,17 +21,17 @@ def lettered(
     localize: Localize = unchanged,
 ) -> Loops:
     """Return the loops of an op whose dimensions of equal names run over the same steps."""
-    places: dict[str, list[At]] = {}
-    alone: set[At] = set()
+    places: dict[str, list[DimOf]] = {}
+    alone: set[DimOf] = set()
     for tensor, given in names.items():
         for dim, name in enumerate(given):
             if name is None:
-                alone.add(At(tensor, dim))
+                alone.add(DimOf(tensor, dim))
             else:
-                places.setdefault(name, []).append(At(tensor, dim))
+                places.setdefault(name, []).append(DimOf(tensor, dim))
     same = tuple(((first,), (other,)) for first, *others in places.values() for other in others)
 
-    def of(chosen: Collection[str]) -> frozenset[At]:
+    def of(chosen: Collection[str]) -> frozenset[DimOf]:
         return frozenset(at for name in chosen for at in places.get(name, ()))
 
     return Loops(same, of(summed), of(whole) | alone, linear, localize)

@@ -20,7 +20,7 @@ from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
 from piper_compiler.capture.layouts.emit import Emitter
-from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopPlace
 from piper_compiler.capture.layouts.reasons import reason, title
 from piper_compiler.capture.phases import backward_nodes
@@ -49,15 +49,15 @@ class Sharded:
     outputs: tuple[Lying, ...]
     grads: Mapping[int, Lying]
     axes: tuple[SharedAxis, ...]
-    dims: tuple[tuple[tuple[Index, ...], ...], ...]
+    dims: tuple[tuple[tuple[LoopIndex, ...], ...], ...]
     unshared: tuple[Unshared, ...] = ()
 
     def layout_of(self, number: int) -> Layout:
         """Return how an input is taken apart."""
-        done: set[Index] = set()
+        done: set[LoopIndex] = set()
         found = []
         for how, axis in zip(self.inputs[number], self.axes, strict=True):
-            if isinstance(how, Index):
+            if isinstance(how, LoopIndex):
                 dim, outer = place_in(self.dims[number], how, done)
                 found.append(DimPart(axis.name, dim, outer))
                 done.add(how)
@@ -179,9 +179,9 @@ class _Builder:
         with self._emit.like(node, node in self._backward, f"in {title(node)}"):
             return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
 
-    def _places(self, op: OpIndexes, indexes: Sequence[Index | None]) -> Iterator[LoopPlace]:
+    def _places(self, op: OpIndexes, indexes: Sequence[LoopIndex | None]) -> Iterator[LoopPlace]:
         """Yield which steps of the indexes a device takes along each axis, or along all into which one is split."""
-        done: set[Index] = set()
+        done: set[LoopIndex] = set()
         whole, number = [None] * len(indexes), 0
         while number < len(indexes):
             last = number + 1
@@ -210,7 +210,7 @@ class _Builder:
 
     def _exchanged(self, made: Lying, want: Lying) -> bool:
         """Return whether a tensor changes the index that it is in parts of: as large as before, so that it is kept."""
-        return any(isinstance(a, Index) and isinstance(b, Index) and a != b for a, b in zip(made, want, strict=True))
+        return any(isinstance(a, LoopIndex) and isinstance(b, LoopIndex) and a != b for a, b in zip(made, want, strict=True))
 
     def _converted(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
         settled = tuple(d.of(key) for d in self._decisions)
@@ -244,11 +244,11 @@ class _Builder:
             return self._emit.op(node, op.call.op, named | dict(op.loops.localize(op.call, [shape])))
 
 
-def _local(shape: Sequence[int], dims: Sequence[tuple[Index, ...]], lying: Any) -> tuple[int, ...]:
+def _local(shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], lying: Any) -> tuple[int, ...]:
     """Return the shape of a device's part; an index that stands in two dimensions is taken apart in the first."""
     found = list(shape)
     for how, axis in lying:
-        if isinstance(how, Index):
+        if isinstance(how, LoopIndex):
             found[next(d for d, inside in enumerate(dims) if how in inside)] //= axis.degree
     return tuple(found)
 

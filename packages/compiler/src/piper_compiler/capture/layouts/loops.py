@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class DimOf:
     """Name a dimension of a tensor of a call.
 
     Attributes:
@@ -52,7 +52,7 @@ class Inner:
     number: int = 0
 
 
-Nest = tuple[At | Inner, ...]
+Nest = tuple[DimOf | Inner, ...]
 """A nest of loops, the outermost first."""
 
 
@@ -109,7 +109,7 @@ class OpCall:
         found = self.tensors[tensor] if tensor >= 0 else self.results[-1 - tensor]
         return tuple(found.shape)
 
-    def size(self, at: At | Inner) -> int:
+    def size(self, at: DimOf | Inner) -> int:
         """Return the number of steps of a dimension or an inner loop."""
         return at.size if isinstance(at, Inner) else self.shape(at.tensor)[at.dim]
 
@@ -119,7 +119,7 @@ class OpCall:
 
     def dims(self, tensor: int) -> Nest:
         """Return all dimensions of a tensor."""
-        return tuple(At(tensor, d) for d in range(len(self.shape(tensor))))
+        return tuple(DimOf(tensor, d) for d in range(len(self.shape(tensor))))
 
     def every(self) -> Iterator[int]:
         """Yield the numbers of all tensors, the results last."""
@@ -188,11 +188,11 @@ class Loops:
     """
 
     same: tuple[tuple[Nest, Nest], ...] = ()
-    summed: frozenset[At | Inner] = frozenset()
-    whole: frozenset[At | Inner] = frozenset()
+    summed: frozenset[DimOf | Inner] = frozenset()
+    whole: frozenset[DimOf | Inner] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize = field(default=unchanged, compare=False)
-    rewrites: Mapping[At, LoopRewrite] = field(default_factory=dict)
+    rewrites: Mapping[DimOf, LoopRewrite] = field(default_factory=dict)
 
 
 def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:

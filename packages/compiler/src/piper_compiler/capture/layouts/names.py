@@ -11,14 +11,14 @@ from torch import fx
 
 import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture import aliasing
-from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, key_of
 from piper_compiler.capture.stepgraph import Joint
 
-Nested = tuple[Index, ...]
+Nested = tuple[LoopIndex, ...]
 """The indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
 ParamNames = tuple[tuple[str, ...], ...]
 """The names of each input of a chunk in all chunks that are like this one."""
-Spots = Mapping[Index, Sequence[tuple[int, int]]]
+Spots = Mapping[LoopIndex, Sequence[tuple[int, int]]]
 """An index -> the inputs that are parameters and have it, each with the dimension."""
 aten = torch.ops.aten
 piper = torch.ops.piper
@@ -27,7 +27,7 @@ STACKED = 3
 """The dimensions of a weight that holds one matrix for each of several experts."""
 
 
-def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Index, str]:
+def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[LoopIndex, str]:
     """Return the names of indexes; `params` are the names of the chunk's inputs.
 
     "heads" (of keys), "groups" (queries for each head of keys) and "head_dim" are those of attention, "vocab" the
@@ -40,7 +40,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Inde
     seen to be heads there: they are "hidden". Several indexes may have the same name.
     """
     spots = spots_of(joint, indexes)
-    found: dict[Index, str] = {}
+    found: dict[LoopIndex, str] = {}
     for name, index in (
         *_of_ops(joint, indexes),
         *_of_values(joint, indexes),
@@ -53,7 +53,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Inde
 
 def spots_of(joint: Joint, indexes: Indexed) -> Spots:
     """Return where parameters have indexes."""
-    found: dict[Index, list[tuple[int, int]]] = {}
+    found: dict[LoopIndex, list[tuple[int, int]]] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] == "param":
             for dim, inside in enumerate(indexes.tensors[node, 0]):
@@ -62,7 +62,7 @@ def spots_of(joint: Joint, indexes: Indexed) -> Spots:
     return found
 
 
-def _of_ops(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, Index]]:
+def _of_ops(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
     given = {n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")}
     for op in indexes.ops.values():
         match op.call.op:
@@ -79,14 +79,14 @@ def _indices(op: OpIndexes) -> fx.Node:
     return aliasing.root(op.keys[op.call.number("indices")][0])
 
 
-def _of_attention(op: OpIndexes) -> Iterator[tuple[str, Index]]:
+def _of_attention(op: OpIndexes) -> Iterator[tuple[str, LoopIndex]]:
     queries, keys, values = (op.tensors[op.call.number(name)] for name in ("q", "k", "v"))
     yield from zip(("heads", *("groups" for _ in keys[2])), keys[2] or queries[2], strict=False)
     yield from (("groups", index) for index in queries[2])
     yield from (("head_dim", index) for index in (*queries[3], *keys[3], *values[3], *op.results[0][3]))
 
 
-def _of_values(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, Index]]:
+def _of_values(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
     """Yield the indexes of values, those with the most dimensions first: a table of positions has no rows."""
     values = [n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")]
     keys = [k for k in map(key_of, (*values, *joint.outputs)) if k in indexes.tensors]
@@ -107,7 +107,7 @@ def _is_real(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _of_products(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, Index]]:
+def _of_products(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopIndex]]:
     """Yield what products are made for one by one, if parameters have it."""
     for op in indexes.ops.values():
         if op.call.op in PRODUCTS:
@@ -123,7 +123,7 @@ def _is_weight(node: fx.Node) -> bool:
     return aliasing.root(node).op == "placeholder" and aliasing.tensor(node).dim() == STACKED
 
 
-def _of_params(indexes: Indexed, spots: Spots, params: Sequence[str]) -> Iterator[tuple[str, Index]]:
+def _of_params(indexes: Indexed, spots: Spots, params: Sequence[str]) -> Iterator[tuple[str, LoopIndex]]:
     whole = {i for op in indexes.ops.values() for i in op.whole}
     for index, where in spots.items():
         k, dim = where[0]
@@ -150,7 +150,7 @@ class AskedIndexes:
         firsts = ((nest, next((k for k, i in enumerate(nest) if i in asked), None)) for nest in nests)
         return tuple(nest[k:] for nest, k in firsts if k is not None)
 
-    def named(self, joint: Joint, indexes: Indexed, name: str) -> frozenset[Index]:
+    def named(self, joint: Joint, indexes: Indexed, name: str) -> frozenset[LoopIndex]:
         """Return the indexes that a name stands for."""
         spots = spots_of(joint, indexes)
         names = names_of(joint, indexes, [each[0] if each else "" for each in self.params])

@@ -10,7 +10,7 @@ from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.concrete import frame_of
-from piper_compiler.capture.layouts.indexes import Index, Indexed, OpIndexes, TensorKey
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey
 
 LONGEST = 36
 """The number of letters of a line of code that are shown."""
@@ -44,12 +44,12 @@ def reason(key: TensorKey, user: fx.Node, *, summed: bool) -> str:
     return f"at the end, after {title(made)}" if user is key[0] else f"before {title(user)}"
 
 
-def wants_whole(indexes: Indexed, index: Index) -> tuple[fx.Node, OpIndexes] | None:
+def wants_whole(indexes: Indexed, index: LoopIndex) -> tuple[fx.Node, OpIndexes] | None:
     """Return the first op that cannot be computed in parts of an index."""
     return next(((node, op) for node, op in indexes.ops.items() if index in op.whole), None)
 
 
-def obstacle(indexes: Indexed, crossing: Set[Index], index: Index) -> str:
+def obstacle(indexes: Indexed, crossing: Set[LoopIndex], index: LoopIndex) -> str:
     """Return why devices cannot share an index; "" where they can.
 
     The indexes of what passes between chunks are `crossing`.

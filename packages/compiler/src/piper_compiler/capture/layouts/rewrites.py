@@ -15,7 +15,7 @@ from torch import fx
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.layouts.emit import Emitter
-from piper_compiler.capture.layouts.loops import At, LoopPlace, LoopRewrite, OpCall
+from piper_compiler.capture.layouts.loops import DimOf, LoopPlace, LoopRewrite, OpCall
 from piper_ops import (
     all_gather,
     cross_entropy_joined,
@@ -72,15 +72,17 @@ def _at(places: Sequence[LoopPlace]) -> tuple[list[int], list[int], list[int]]:
     return [Coordinate(p.axis) for p in places], [p.degree for p in places], [p.rest for p in places]
 
 
-def rewrites_of(call: OpCall) -> Mapping[At, LoopRewrite]:
+def rewrites_of(call: OpCall) -> Mapping[DimOf, LoopRewrite]:
     """Return the dimensions that must be whole in a call, in parts of which other ops compute it."""
     match call.op:
         case aten.embedding.default:
-            return {At(call.number("weight"), 0): LoopRewrite(_look_up, terms=True)}
+            return {DimOf(call.number("weight"), 0): LoopRewrite(_look_up, terms=True)}
         case aten.embedding_dense_backward.default if not call.get("scale_grad_by_freq"):
-            return {At(OUT, 0): LoopRewrite(_add_up, terms=True)}
+            return {DimOf(OUT, 0): LoopRewrite(_add_up, terms=True)}
         case piper.cross_entropy.default:
-            return {At(call.number("logits"), CLASSES): LoopRewrite(_loss, terms=False)}
+            return {DimOf(call.number("logits"), CLASSES): LoopRewrite(_loss, terms=False)}
         case piper.cross_entropy_dgrad.default:
-            return dict.fromkeys((At(call.number("logits"), CLASSES), At(OUT, CLASSES)), LoopRewrite(_loss_gradient, terms=False))
+            return dict.fromkeys(
+                (DimOf(call.number("logits"), CLASSES), DimOf(OUT, CLASSES)), LoopRewrite(_loss_gradient, terms=False)
+            )
     return {}

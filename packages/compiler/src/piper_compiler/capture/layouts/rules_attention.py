@@ -13,7 +13,7 @@ import torch
 import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import each
-from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall
+from piper_compiler.capture.layouts.loops import DimOf, Inner, Loops, Nest, OpCall
 
 piper = torch.ops.piper
 ROWS, TOKENS, HEADS, ELEMENTS = range(4)
@@ -38,18 +38,18 @@ def _loops(
     linear: tuple[frozenset[int], ...] = (),
 ) -> Loops:
     first, key = queries[0], keys[0]
-    groups: At | Inner = Inner(call.shape(first)[HEADS] // call.shape(key)[HEADS])
-    places = {ROWS: At(first, ROWS), HEADS: At(first, HEADS), TOKENS: At(first, TOKENS)}
-    same: list[tuple[Nest, Nest]] = [((at,), (At(k, d),)) for d, at in places.items() for k in queries[1:]]
-    same += [((places[d],), (At(statistics, k),)) for k, d in enumerate((ROWS, HEADS, TOKENS))]
-    same += [((places[ROWS],), (At(k, ROWS),)) for k in keys]
-    same += [((places[HEADS],), (At(k, HEADS), groups)) for k in keys]
-    same += [((At(key, TOKENS),), (At(k, TOKENS),)) for k in keys[1:]]
-    whole: set[At | Inner] = {At(key, TOKENS), *(At(k, ELEMENTS) for k in (*queries, *keys))}
+    groups: DimOf | Inner = Inner(call.shape(first)[HEADS] // call.shape(key)[HEADS])
+    places = {ROWS: DimOf(first, ROWS), HEADS: DimOf(first, HEADS), TOKENS: DimOf(first, TOKENS)}
+    same: list[tuple[Nest, Nest]] = [((at,), (DimOf(k, d),)) for d, at in places.items() for k in queries[1:]]
+    same += [((places[d],), (DimOf(statistics, k),)) for k, d in enumerate((ROWS, HEADS, TOKENS))]
+    same += [((places[ROWS],), (DimOf(k, ROWS),)) for k in keys]
+    same += [((places[HEADS],), (DimOf(k, HEADS), groups)) for k in keys]
+    same += [((DimOf(key, TOKENS),), (DimOf(k, TOKENS),)) for k in keys[1:]]
+    whole: set[DimOf | Inner] = {DimOf(key, TOKENS), *(DimOf(k, ELEMENTS) for k in (*queries, *keys))}
     if call.get("is_causal"):
         whole.add(places[TOKENS])
     for k in call.numbers("mask"):  # the end of [rows, heads, queries, keys], each of which may be 1 for all
-        full = (places[ROWS], places[HEADS], places[TOKENS], At(key, TOKENS))
+        full = (places[ROWS], places[HEADS], places[TOKENS], DimOf(key, TOKENS))
         pairs = zip(call.dims(k)[::-1], full[::-1], strict=False)
         same += [((at,), (other,)) for at, other in pairs if call.size(at) == call.size(other)]
     return Loops(tuple(same), frozenset({groups, places[TOKENS]}) if summed else frozenset(), frozenset(whole), linear)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.loops import At, Loops, Nest, OpCall
+from piper_compiler.capture.layouts.loops import DimOf, Loops, Nest, OpCall
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def alike(call: OpCall, *tensors: int) -> tuple[tuple[Nest, Nest], ...]:
     """Return the dimensions of tensors of equal shapes, as equal loops."""
     first, *others = tensors
     dims = range(len(call.shape(first)))
-    return tuple(((At(first, d),), (At(other, d),)) for other in others for d in dims)
+    return tuple(((DimOf(first, d),), (DimOf(other, d),)) for other in others for d in dims)
 
 
 def _linear(call: OpCall) -> tuple[frozenset[int], ...]:

@@ -11,7 +11,7 @@ import torch
 import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import Names, lettered, rank
-from piper_compiler.capture.layouts.loops import At, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
+from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
 
 aten = torch.ops.aten
 piper = torch.ops.piper
@@ -64,12 +64,12 @@ def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
     short += [-1 - k for k in made if results[k] == "s"]
     weights = [k for n in ("weight", "bias") if _takes(call, n) for k in call.numbers(n)]
     weights += [-1 - k for k in made if results[k] == "w"]
-    same: list[tuple[Nest, Nest]] = [((At(first, 0),), (At(k, 0),)) for k in (*wide[1:], *short)]
-    same += [((At(k, 1),), (groups, channels)) for k in wide] + [((At(k, 1),), (groups,)) for k in short]
-    same += [((At(k, 0),), (groups, channels)) for k in weights]
-    whole: set[At | Inner] = {channels, *(At(k, d) for k in wide for d in range(2, rank(call, k)))}
+    same: list[tuple[Nest, Nest]] = [((DimOf(first, 0),), (DimOf(k, 0),)) for k in (*wide[1:], *short)]
+    same += [((DimOf(k, 1),), (groups, channels)) for k in wide] + [((DimOf(k, 1),), (groups,)) for k in short]
+    same += [((DimOf(k, 0),), (groups, channels)) for k in weights]
+    whole: set[DimOf | Inner] = {channels, *(DimOf(k, d) for k in wide for d in range(2, rank(call, k)))}
     if results[made[0]] != "f":  # the sizes of a part are read off the first result
-        whole |= {At(first, 0), groups}
+        whole |= {DimOf(first, 0), groups}
     linear = (frozenset({call.number("grad_out")}),) if "grad_out" in full else ()
     per_group = channels.size
 
@@ -77,7 +77,7 @@ def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
         rows, columns = shapes[0][:2] if made[0] == 0 else (call.get("N"), call.get("C"))
         return {"N": rows, "C": columns, "group": columns // per_group}
 
-    summed = frozenset({At(first, 0)}) if "w" in results else frozenset()
+    summed = frozenset({DimOf(first, 0)}) if "w" in results else frozenset()
     return Loops(tuple(same), summed, frozenset(whole), linear, localize)
 
 

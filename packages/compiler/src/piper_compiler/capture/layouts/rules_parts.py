@@ -10,7 +10,7 @@ import torch
 
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import OUT, lettered, numbered, place, rank
-from piper_compiler.capture.layouts.loops import At, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
+from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
 from piper_compiler.capture.layouts.rules_views import ALL, sliced
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def _blocks(
     if len(set(sizes)) > 1 or not sizes or sum(sizes) != call.shape(whole)[dim] or not sizes[0]:
         return loops
     which = Inner(len(parts))
-    same: tuple[tuple[Nest, Nest], ...] = tuple(((At(whole, dim),), (which, At(k, dim))) for k in parts)
+    same: tuple[tuple[Nest, Nest], ...] = tuple(((DimOf(whole, dim),), (which, DimOf(k, dim))) for k in parts)
     return replace(loops, same=(*loops.same, *same), whole=frozenset({which}), localize=localize)
 
 
@@ -62,7 +62,7 @@ def _slice_scatter(call: OpCall) -> Loops:
     loops, number, dim = sliced(call, OUT, 1)
     names = numbered(rank(call, OUT), without=[] if _in_blocks(loops) else [dim])
     same = (*loops.same, *lettered({OUT: names, 0: names}).same)
-    whole = loops.whole | ({At(0, dim)} if not _in_blocks(loops) else set())
+    whole = loops.whole | ({DimOf(0, dim)} if not _in_blocks(loops) else set())
     return Loops(same, whole=whole, linear=(frozenset({0, 1}),), localize=_moved(loops, number, dim, ()))
 
 
@@ -103,11 +103,11 @@ def _repeat(call: OpCall) -> Loops:
     """
     added = rank(call, OUT) - rank(call, 0)
     same: list[tuple[Nest, Nest]] = []
-    whole: set[At | Inner] = set()
+    whole: set[DimOf | Inner] = set()
     for d, size in enumerate(call.shape(0)):
         copies = Inner(int(call.get("repeats")[added + d]), d)
         if size != 1:
-            same.append(((At(OUT, added + d),), (copies, At(0, d))))
+            same.append(((DimOf(OUT, added + d),), (copies, DimOf(0, d))))
             whole.add(copies)
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import OUT, all_whole, each, lettered, rank
-from piper_compiler.capture.layouts.loops import At, Inner, Loops, Nest, OpCall, Shape
+from piper_compiler.capture.layouts.loops import DimOf, Inner, Loops, Nest, OpCall, Shape
 from piper_compiler.capture.layouts.rules_elementwise import broadcast
 
 aten = torch.ops.aten
@@ -32,11 +32,11 @@ def _convolution(call: OpCall) -> Loops:
     groups = _Groups(call)
     if rank(call, 0) != rank(call, 1):
         return all_whole(call)
-    same = [((At(0, 0),), (At(OUT, 0),)), *groups.wide(0), *groups.weights(1), *groups.narrow(OUT)]
+    same = [((DimOf(0, 0),), (DimOf(OUT, 0),)), *groups.wide(0), *groups.weights(1), *groups.narrow(OUT)]
     same += [pair for k in bias for pair in groups.narrow(k, dim=0)]
     ins = groups.ins if not bias else ()
-    whole: set[At | Inner] = {*groups.blocked, *(groups.ins if bias else ())}
-    whole |= {At(k, d) for k in (0, 1, OUT) for d in range(2, rank(call, k))}
+    whole: set[DimOf | Inner] = {*groups.blocked, *(groups.ins if bias else ())}
+    whole |= {DimOf(k, d) for k in (0, 1, OUT) for d in range(2, rank(call, k))}
     linear = (frozenset({0, *bias}), frozenset({1, *bias}))
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
@@ -52,12 +52,12 @@ def _convolution_backward(call: OpCall) -> Loops:
     groups = _Groups(call)
     like_input = [wide, *([-1] if wants_input else [])]
     like_weight = [weight, *([-2] if wants_weight else [])]
-    same: list[tuple[Nest, Nest]] = [((At(grad, 0),), (At(k, 0),)) for k in like_input]
+    same: list[tuple[Nest, Nest]] = [((DimOf(grad, 0),), (DimOf(k, 0),)) for k in like_input]
     same += [pair for k in like_input for pair in groups.wide(k)] + list(groups.narrow(grad))
     same += [pair for k in like_weight for pair in groups.weights(k)]
     same += list(groups.narrow(-3, dim=0)) if wants_bias else []
-    summed: set[At | Inner] = {At(grad, 0), *groups.outs}
-    whole: set[At | Inner] = {At(k, d) for k in (*like_input, *like_weight, grad) for d in range(2, rank(call, k))}
+    summed: set[DimOf | Inner] = {DimOf(grad, 0), *groups.outs}
+    whole: set[DimOf | Inner] = {DimOf(k, d) for k in (*like_input, *like_weight, grad) for d in range(2, rank(call, k))}
     whole |= {*groups.blocked, *(groups.ins if wants_bias else ())}
     whole |= set() if wants_input or wants_weight else {groups.count}
 
@@ -91,16 +91,16 @@ class _Groups:
 
     def wide(self, tensor: int) -> tuple[tuple[Nest, Nest], ...]:
         """Return the input channels of a tensor [rows, channels, ...]."""
-        return (((At(tensor, 1),), (self.count, self._in)),)
+        return (((DimOf(tensor, 1),), (self.count, self._in)),)
 
     def narrow(self, tensor: int, dim: int = 1) -> tuple[tuple[Nest, Nest], ...]:
         """Return the output channels of a tensor."""
-        return (((At(tensor, dim),), (self.count, self._out)),)
+        return (((DimOf(tensor, dim),), (self.count, self._out)),)
 
     def weights(self, tensor: int) -> tuple[tuple[Nest, Nest], ...]:
         """Return the channels of a weight: [output, input of a group, ...], or [input, output of a group, ...]."""
         first, second = (self._in, self._out) if self._transposed else (self._out, self._in)
-        return (((At(tensor, 0),), (self.count, first)), ((At(tensor, 1),), (second,)))
+        return (((DimOf(tensor, 0),), (self.count, first)), ((DimOf(tensor, 1),), (second,)))
 
 
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {

@@ -10,7 +10,7 @@ import torch
 
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.letters import OUT, all_whole, lettered, numbered, place, rank
-from piper_compiler.capture.layouts.loops import At, Inner, Localize, Loops, OpCall, Shape, unchanged
+from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, OpCall, Shape, unchanged
 from piper_compiler.capture.layouts.rules_elementwise import broadcast
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def sliced(call: OpCall, whole: int, part: int) -> tuple[Loops, int, int]:
     if int(call.get("step", 1)) != 1 or not taken or size % taken or first % taken:
         return loops, 0, dim
     which = Inner(size // taken)
-    same = (*loops.same, ((At(whole, dim),), (which, At(part, dim))))
+    same = (*loops.same, ((DimOf(whole, dim),), (which, DimOf(part, dim))))
     return Loops(same, whole=frozenset({which})), first // taken, dim
 
 
