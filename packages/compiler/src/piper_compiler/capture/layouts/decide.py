@@ -124,7 +124,7 @@ class _Pass:
             assert has is not None
             wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
             made: list[Along] = [index if there else SUM for there in has]
-        elif (sums := frozenset(k for k, how in enumerate(lying) if how is SUM)) and sums in op.loops.linear:
+        elif (sums := self._sums(lying)) and sums in op.loops.linear and not self._ends_in_parameter(node, op):
             wants = [SUM if k in sums else None for k in range(len(lying))]
             made = [SUM for _ in op.results]
         else:
@@ -144,6 +144,13 @@ class _Pass:
             present += [how] if isinstance(how, Index) else []
         present.sort(key=lambda i: i not in self._axis.weights)
         return next((i for i in present if op.parts(i) is not None), None)
+
+    def _sums(self, lying: list[Along]) -> frozenset[int]:
+        return frozenset(k for k, how in enumerate(lying) if how is SUM)
+
+    def _ends_in_parameter(self, node: fx.Node, op: OpIndexes) -> bool:
+        """Return whether an op makes the gradient of a parameter: as a sum it would be added up once more each step."""
+        return any((node, k) in self._gradients for k in range(len(op.results)))
 
     def _settle(self, key: TensorKey, want: Along) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]
