@@ -56,3 +56,18 @@ def test_devices_that_share_tokens_save_their_part(name: str) -> None:
     whole = saved(1)
     assert 2 * saved(2).saved == whole.saved > 0
     assert 4 * saved(4).saved == whole.saved
+
+
+def test_a_plan_has_the_instructions_of_whole_layers() -> None:
+    """What devices exchange is inside of the steps; gradients of whole parameters are equal, not terms of a sum."""
+
+    def counted(degree: int) -> list[int]:
+        directives = [piper.shard(piper.where())] if degree > 1 else []
+        made = piper.compile(
+            shared_jobs.job("llama"),
+            piper.Strategy(Mesh(tp=degree, pp=2), [*directives, *piper.recipes.one_f_one_b(pp=2, microbatches=4)]),
+        )
+        assert not any(bucket.over for bucket in made.plan.buckets)
+        return sorted(len(role.program) for role in made.plan.roles)
+
+    assert counted(2) == counted(1)

@@ -152,11 +152,16 @@ class _Pass:
         made: list[Along]
         if index is not None:
             wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
+<<<<<<< HEAD
             made = _made_along(op, index)
             self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
         elif (sums := frozenset(k for k, how in enumerate(lying) if how is SUM)) and sums in op.loops.linear:
+=======
+            made: list[Along] = [index if there else SUM for there in has]
+        elif (sums := self._sums(lying)) and sums in op.loops.linear and not self._ends_in_parameter(node, op):
+>>>>>>> tpbench
             wants = [SUM if k in sums else None for k in range(len(lying))]
             made = [SUM for _ in op.results]
         else:
@@ -186,6 +191,13 @@ class _Pass:
             stream = [i for dim in dims for i in dim if i in self._axis.stream]
             if stream and self.decision.made[node, k] != stream[0]:
                 self.decision.settled[node, k] = stream[0]
+
+    def _sums(self, lying: list[Along]) -> frozenset[int]:
+        return frozenset(k for k, how in enumerate(lying) if how is SUM)
+
+    def _ends_in_parameter(self, node: fx.Node, op: OpIndexes) -> bool:
+        """Return whether an op makes the gradient of a parameter: as a sum it would be added up once more each step."""
+        return any((node, k) in self._gradients for k in range(len(op.results)))
 
     def _settle(self, key: TensorKey, want: Along) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]
