@@ -98,6 +98,7 @@ class _Pass:
         self._joint, self._indexes, self._axis, self._terms = joint, indexes, axis, terms
         self._params = {n: k for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param"}
         self._asked: dict[TensorKey, LoopIndex] = {}
+        self._gradients = {key_of(n) for k, n in joint.grads.items() if joint.kinds[k] == "param"}
 
     def run(self) -> None:
         self._place_inputs()
@@ -152,16 +153,11 @@ class _Pass:
         made: list[Along]
         if index is not None:
             wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
-<<<<<<< HEAD
             made = _made_along(op, index)
             self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
-        elif (sums := frozenset(k for k, how in enumerate(lying) if how is SUM)) and sums in op.loops.linear:
-=======
-            made: list[Along] = [index if there else SUM for there in has]
-        elif (sums := self._sums(lying)) and sums in op.loops.linear and not self._ends_in_parameter(node, op):
->>>>>>> tpbench
+        elif (sums := self._sums(lying)) and sums in op.loops.linear and not self._ends_in_parameter(node, op, sums):
             wants = [SUM if k in sums else None for k in range(len(lying))]
             made = [SUM for _ in op.results]
         else:
@@ -195,9 +191,12 @@ class _Pass:
     def _sums(self, lying: list[Along]) -> frozenset[int]:
         return frozenset(k for k, how in enumerate(lying) if how is SUM)
 
-    def _ends_in_parameter(self, node: fx.Node, op: OpIndexes) -> bool:
-        """Return whether an op makes the gradient of a parameter: as a sum it would be added up once more each step."""
-        return any((node, k) in self._gradients for k in range(len(op.results)))
+    def _ends_in_parameter(self, node: fx.Node, op: OpIndexes, sums: frozenset[int]) -> bool:
+        """Return whether an op makes the gradient of a parameter of a sum and of what is none, as norms do.
+
+        As a sum it would be added up once more in each step.
+        """
+        return len(sums) < len(op.keys) and any((node, k) in self._gradients for k in range(len(op.results)))
 
     def _settle(self, key: TensorKey, want: Along) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]
