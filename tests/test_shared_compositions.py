@@ -55,7 +55,7 @@ def drawn(seed: int) -> Composition:
     written = schedule == "random"
     policies = ("all", "all", "inputs") if plain else ("all", "all", "inputs", "products")
     policies = ("all",) if model in ("buffers", "counter") else policies  # R would read a buffer that has changed
-    return fitted(
+    c = fitted(
         Composition(
             model, pp=pp, dp=dp, microbatches=rng.choice((2,) if plain else (2, 4)), schedule=schedule,
             placement=rng.choice(("recipe", "v", "shared", "random")) if written else "recipe",
@@ -68,6 +68,8 @@ def drawn(seed: int) -> Composition:
             gathered=bool(stream) and not plain and rng.random() < 0.5,
         )
     )  # fmt: skip
+    dp = min(c.dp, MOST_RANKS // (c.pp * c.tp))  # a schedule of stages takes two devices where one was drawn
+    return replace(c, dp=dp, rep=c.rep if dp == c.dp else 1, zero=c.zero if dp > 1 else 0)
 
 
 def judge(c: Composition, memory: bool = True, **options: Any) -> None:
