@@ -98,6 +98,18 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "packages/compiler/tests/test_opaque.py",
         "packages/compiler/tests/test_tags.py",
     ),
+    "captures that devices share": (
+        "tests/test_shared_compositions.py",
+        "tests/test_tensor_parallel.py",
+        "tests/test_context_parallel.py",
+        "tests/test_tensor_parallel_vocabulary.py",
+        "tests/test_mixed_shared.py",
+        "tests/test_shared_recovery.py",
+        "tests/test_simulated_layouts.py",
+        "tests/test_shard_refused.py",
+        "tests/test_explain_layouts.py",
+        "tests/test_shard_sizes.py",
+    ),
     "a Ray cluster": (
         "packages/runtime/tests/test_runtime_ray.py",
         "packages/autotune/tests/test_tuner_ray.py",
@@ -129,6 +141,7 @@ SAMPLED: dict[str, int] = {
     "tests/test_captures_context.py::test_a_mode_that_changes_traces_is_refused_by_name": 3,
     "tests/test_captures_context.py::test_a_mode_that_is_not_counted_changes_no_capture": 3,
     "tests/test_captures_unseen.py::test_a_model_that_is_made_otherwise_is_captured_again": 3,
+    "tests/test_context_parallel.py::test_shared_tokens_are_one_device": 2,
     "tests/test_emulation.py::test_time_truth_of_every_schedule": 3,
     "tests/test_mixed_precision.py::test_the_mixed_path_is_the_plain_loop_with_the_same_casts": 2,
     "tests/test_parity.py::test_adamw_with_groups_clipping_and_a_schedule": 3,
@@ -137,6 +150,8 @@ SAMPLED: dict[str, int] = {
     "tests/test_resume_strategies.py::test_each_strategy_goes_on_from_the_checkpoints_of_all_others": 3,
     "tests/test_resumed_searches.py::test_another_model_begins_anew": 3,
     "tests/test_schedules.py::test_over_gloo": 2,
+    "tests/test_tensor_parallel.py::test_it_composes": 2,
+    "tests/test_tensor_parallel.py::test_two_devices_are_one": 2,
     "tests/test_tolerance.py::test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line": 3,
 }
 """Tests of which `make test` runs about one case in n, spread over all of them; `make test-long` runs them all."""

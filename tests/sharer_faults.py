@@ -71,25 +71,6 @@ def bias_before_the_sum(c: Composition) -> Judged | None:
         return _judged(c)
 
 
-def mean_over_own_tokens(c: Composition) -> Judged | None:
-    """Each sharer takes the mean over its own tokens, and these are added up."""
-    loss, gradient = torch.ops.piper.cross_entropy.default, torch.ops.piper.cross_entropy_dgrad.default
-    ruled = rules.rules_losses
-
-    def summed(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def adds(call: Any) -> Any:
-            with patch.object(ruled, "_reduction", lambda call: ruled.SUM):
-                return rule(call)
-
-        return adds
-
-    if not c.stream or c.model != "gpt":
-        return None
-    wrong = {op: summed(rules.RULES[op]) for op in (loss, gradient)}
-    with _rewritten(c), patch.dict(rules.RULES, wrong):
-        return _judged(c)
-
-
 def next_part_of_parameters(c: Composition) -> Judged | None:
     """Each device begins with the part of the next one."""
     right = layouts.places
@@ -160,12 +141,11 @@ def gathered_in_another_order(c: Composition) -> Judged | None:
 
 def masks_of_their_own(c: Composition) -> Judged | None:
     """Each sharer draws another mask of dropout."""
-    right = parts._seeded
 
     def seeded(run: Any, part: Any, chunk: Any, rank: Any) -> Any:
-        def own() -> None:
-            with patch.object(parts, "rng_seed", lambda seed, step, row, where: hash((seed, step, row, rank.rank))):
-                right(run, part, chunk, rank)()
+        def own() -> None:  # sharers run in turns, each from one collective to the next, so nothing is patched meanwhile
+            torch.manual_seed(hash((rank.seed, rank.step, part.mb, chunk.id, rank.rank)) % 2**32)
+            run()
 
         return own
 
@@ -206,7 +186,7 @@ def saved_ranges_shifted(c: Composition) -> Judged | None:
 
 
 SHARERS: tuple[JobFault, ...] = (
-    bias_before_the_sum, mean_over_own_tokens, next_part_of_parameters, next_place_in_code, sum_left_out,
+    bias_before_the_sum, next_part_of_parameters, next_place_in_code, sum_left_out,
     keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, losses_of_all_sharers,
     saved_ranges_shifted,
 )  # fmt: skip

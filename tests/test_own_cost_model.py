@@ -13,7 +13,7 @@ import pytest
 
 import piper
 from piper.api.emulation import durations_on, emulate
-from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.problem import Programs, TuningProblem, Wanted
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches
 from piper_ir.errors import ClusterError, CostModelError
@@ -137,7 +137,7 @@ def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
     sketch = sketches.sketch(chosen)
     assert sketch is not None and sketches.period_s(chosen, sketch, 1)[0] == pytest.approx(4 * 3.0)
     for model in (ConstantRates, Whole):  # by outline, and by the whole plan
-        scored = score(replace(problem, model=model), chosen, {1: None})
+        scored = score(replace(problem, model=model), chosen, {Wanted(1): None})
         assert isinstance(scored, Scored) and scored.source == "sweep" and scored.step_s == pytest.approx(5 * 3.0)
 
 

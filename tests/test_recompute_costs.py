@@ -145,7 +145,7 @@ def test_gpt3_meets_its_goals() -> None:
 def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> None:
     job = dropout_job()
     target = piper.compile(job, Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where()))))
-    singles = [profiling._one_device(job, rows) for rows in (1, target.plan.rows)]
+    singles = [profiling._one_replica(job, rows, Mesh(), ()) for rows in (1, target.plan.rows)]
     requests = profiling._requests(target, singles, [], [], 1)
     for request in requests.values():
         assert request.code[target.plan.rows].keys() == {c.code for c in (*target.plan.chunks, *target.plan.variants)}
@@ -160,7 +160,7 @@ def test_a_profile_measures_the_policies_of_a_strategy_where_it_has_them_and_tho
     chunks = {keep: {p.op.chunk for p in parts_under(target.plan, keep)} for keep in ("products", "inputs")}
     assert first.selection == where(chunk=tuple(sorted(chunks["products"])))
     for policy in (first, second):
-        plan = profiling._one_device(dropout_job(), 2, policy).plan
+        plan = profiling._one_replica(dropout_job(), 2, Mesh(), (policy,)).plan
         assert {p.op.chunk for p in parts_under(plan, policy.keep)} == chunks[policy.keep]
 
 

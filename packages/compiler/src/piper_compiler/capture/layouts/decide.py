@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import fx
 
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
@@ -26,6 +27,7 @@ class Sum(Enum):
 
 
 SUM = Sum.SUM
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 TOKENS = 1
 """The dimension of a value or batch tensor that holds the tokens."""
 Along = LoopIndex | Sum | None
@@ -194,9 +196,11 @@ class _Pass:
     def _ends_in_parameter(self, node: fx.Node, op: OpIndexes, sums: frozenset[int]) -> bool:
         """Return whether an op makes the gradient of a parameter of a sum and of what is none, as norms do.
 
-        As a sum it would be added up once more in each step.
+        As a sum it would be added up once more in each step. That pays where a product makes a large gradient of it.
         """
-        return len(sums) < len(op.keys) and any((node, k) in self._gradients for k in range(len(op.results)))
+        if op.call.op in PRODUCTS or len(sums) == len(op.keys):
+            return False
+        return any((node, k) in self._gradients for k in range(len(op.results)))
 
     def _settle(self, key: TensorKey, want: Along) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]
