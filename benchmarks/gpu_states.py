@@ -52,7 +52,7 @@ RECOMPUTED: dict[str, Config] = {
 ROWS, STEPS, PAIRS = 16, 10, 20
 SAVED_BYTES = 10 << 30
 WIDTH, TOKENS = 4096, 4096
-"""Of the model whose state is saved beside its steps."""
+"""The sizes of the model whose state is saved beside its steps."""
 
 
 def sections() -> Iterator[partial[Iterator[Row]]]:

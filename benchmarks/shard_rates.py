@@ -26,7 +26,7 @@ NAMES = ("gpt3-175b", "llama3-8b", "llama3-405b")
 SHARE_GOAL, VARIANTS_GOAL, COMPILE_GOAL = Goal("below", 3.0), Goal("below", 12.0), Goal("below", 1.1)
 DEGREE, STAGES, MICROBATCHES, REPEATS = 8, 8, 32, 5
 VARIANTS = [(degree, stream) for degree in (2, 4, 8, 16) for stream in ("", "tokens")]
-"""What one search may ask for."""
+"""The degrees and streams that one search may ask for."""
 
 
 def rows(quick: bool) -> Iterator[Row]:

@@ -103,7 +103,7 @@ TENSOR = {
     "Llama": Kind(nn.RMSNorm, RotaryAttention, _swiglu, LLAMA_COLUMNS),
     "Llama, sequence": Kind(nn.RMSNorm, RotaryAttention, _swiglu, LLAMA_COLUMNS, sequence=True),
 }
-"""What is compared, by the names that the table shows."""
+"""The settings that are compared, by the names that the table shows."""
 REGIMES = (LARGE, replace(SMALL, heads=4))
 """A Llama has half as many heads of keys, and each device needs one."""
 
