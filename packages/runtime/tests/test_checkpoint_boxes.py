@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_runtime.weights.boxes import Box, boxes_of_range, whole
+from piper_runtime.weights.boxes import Box, boxes_of_range, boxes_of_ranges, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -64,6 +64,24 @@ def test_shards_of_one_size_are_read_from_shards_of_another(found: tuple[tuple[i
                 target[common.within(box)] = cut(shape, piece).view(piece.sizes)[common.within(piece)]
         at += box.numel
     assert out.tolist() == list(range(start, stop))
+
+
+@given(SHAPES, st.data())
+def test_boxes_of_several_ranges_hold_them_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    edges = sorted(data.draw(st.lists(st.integers(0, prod(shape)), max_size=10)))
+    ranges = list(zip(edges[::2], edges[1::2], strict=False))
+    boxes = boxes_of_ranges(shape, ranges)
+    assert all(box.inside(shape) and box.numel for box in boxes)
+    assert [int(i) for box in boxes for i in cut(shape, box)] == [i for a, b in ranges for i in range(a, b)]
+
+
+def test_the_columns_of_a_matrix_are_one_box() -> None:
+    """What a device has of a weight that is shared along its last dimension, and along one between others."""
+    assert boxes_of_ranges((6, 8), [(8 * row + 4, 8 * row + 8) for row in range(6)]) == [Box((0, 4), (6, 4))]
+    rows = [(24 * a + 8 * b + 2, 24 * a + 8 * b + 4) for a in range(2) for b in range(3)]
+    assert boxes_of_ranges((2, 3, 8), rows) == [Box((0, 0, 2), (2, 3, 2))]
+    assert boxes_of_ranges((3, 4), [(0, 2), (5, 7), (8, 10)]) == [Box((0, 0), (1, 2)), Box((1, 1), (1, 2)), Box((2, 0), (1, 2))]
+    assert boxes_of_ranges((2, 8), [(4, 8), (8, 12)]) == [Box((0, 4), (1, 4)), Box((1, 0), (1, 4))]
 
 
 def test_what_is_no_range_is_refused() -> None:

@@ -255,7 +255,8 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
     assert tensor.missing() == 0 and CopiedTensor(torch.float32, (4, 5), (a,)).missing() == 8
     assert CopiedTensor(torch.float32, (4, 5), (b,)).missing() == 8
     for start, stop in ((0, 20), (3, 10), (9, 20), (15, 15)):
-        assert torch.equal(tensor.flat(start, stop), whole[start:stop])
+        assert torch.equal(tensor.flats([(start, stop)]), whole[start:stop])
+    assert torch.equal(tensor.flats([(3, 10), (15, 17)]), torch.cat([whole[3:10], whole[15:17]]))
     assert NamedRange("x", (0,), 0, 0, 0).numel == CopiedTensor(torch.float32, (0,), ()).missing() == 0
 
 

@@ -12,8 +12,8 @@ import torch
 
 from piper_ops import dtype_name
 from piper_runtime.checkpoint.box_archives import write_tensor
-from piper_runtime.checkpoint.rank_tensors import NamedRange, Number
-from piper_runtime.weights.boxes import Box, boxes_of_range, whole
+from piper_runtime.checkpoint.rank_tensors import NamedRange, Number, in_line
+from piper_runtime.weights.boxes import Box, boxes_of_ranges, whole
 from piper_runtime.weights.dcp_tensors import SavedBox
 
 SUFFIX = ".distcp"
@@ -74,10 +74,11 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
     at = 0
     with path.open("wb") as file:
         for flat, ranges in contents:
-            for found in ranges:
-                for box, part in _parts(flat, found):
+            for together in in_line(ranges):
+                key, shape = together[0].key, together[0].shape
+                for box, part in _parts(flat, together):
                     size, name = write_tensor(file, part), dtype_name(flat.dtype)
-                    out.append(SavedBox(found.key, name, found.shape, box.offsets, box.sizes, path.name, at, size))
+                    out.append(SavedBox(key, name, shape, box.offsets, box.sizes, path.name, at, size))
                     at += size
                     wrote()
         file.flush()
@@ -85,11 +86,11 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
     return out, at
 
 
-def _parts(flat: torch.Tensor, found: NamedRange) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of a range with their content."""
-    at = found.offset
-    for box in boxes_of_range(found.shape, found.start, found.start + found.numel):
+def _parts(flat: torch.Tensor, ranges: Sequence[NamedRange]) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of ranges of one tensor, which follow each other in memory, with their content."""
+    shape, at = ranges[0].shape, ranges[0].offset
+    for box in boxes_of_ranges(shape, [found.span for found in ranges]):
         yield box, flat[at : at + box.numel].view(box.sizes)
         at += box.numel
-    if not found.numel:  # a tensor without elements is there, too
-        yield whole(found.shape), flat[:0].view(found.shape)
+    if not any(found.numel for found in ranges):  # a tensor without elements is there, too
+        yield whole(shape), flat[:0].view(shape)

@@ -6,7 +6,7 @@ state is "optim.state.NAME.KEY" for each parameter, as in the checkpoints of tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -68,6 +68,23 @@ class NamedRange:
     start: int
     offset: int
     numel: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Return where the range begins and ends among the elements of the named tensor."""
+        return self.start, self.start + self.numel
+
+
+def in_line(ranges: Sequence[NamedRange]) -> Iterator[list[NamedRange]]:
+    """Yield ranges together that belong to one tensor and follow each other in memory: the rows that a rank has of it."""
+    group: list[NamedRange] = []
+    for found in ranges:
+        if group and (group[-1].key != found.key or group[-1].offset + group[-1].numel != found.offset):
+            yield group
+            group = []
+        group.append(found)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)

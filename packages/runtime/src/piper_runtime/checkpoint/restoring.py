@@ -16,6 +16,7 @@ from piper_runtime.checkpoint.rank_tensors import (
     MODEL,
     FlatState,
     NamedRange,
+    in_line,
     kept_keys,
     key_path,
     left_out,
@@ -107,19 +108,20 @@ def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lam
 
 def _fill(state: FlatState, saved: Restore) -> None:
     folder, before = Path(saved.folder), None
-    for found in state.ranges:
+    for together in in_line(state.ranges):
+        found = together[0]
         if found.key not in saved.tensors:
             if saved.weights_only:
                 continue  # the optimizer begins, and a buffer is as the model makes it
             raise FormatError(f"{folder} does not hold {found.key}; take another checkpoint")
-        values = _fitting(found, saved).flat(found.start, found.start + found.numel)
+        values = _fitting(found, saved).flats([part.span for part in together])
         if state.shared and before is not None and not torch.equal(values, before):
             raise JobError(
                 f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and {before.item():g} on "
                 f"{state.ranges[0].key}, which this run would keep in one bucket; give them parameter groups of their own"
             )
         before = values
-        state.tensor[found.offset : found.offset + found.numel].copy_(values)
+        state.tensor[found.offset : found.offset + values.numel()].copy_(values)
 
 
 def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:

@@ -77,11 +77,18 @@ class CopiedTensor:
             end = max(end, piece.start + piece.numel)
         return gaps + max(prod(self.shape) - end, 0)
 
-    def flat(self, start: int, stop: int) -> torch.Tensor:
-        """Return some elements of the row-major tensor; raise ExecutionError where they are not on this machine."""
+    def flats(self, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Return the elements of some ranges [start, stop) of the row-major tensor, one behind the other.
+
+        Raises ExecutionError where they are not on this machine.
+        """
+        pieces = sorted(self.pieces, key=lambda p: p.start)
+        return torch.cat([self._flat(start, stop, pieces) for start, stop in ranges])
+
+    def _flat(self, start: int, stop: int, pieces: Sequence[CopiedPiece]) -> torch.Tensor:
         out = torch.empty(stop - start, dtype=self.dtype)
         at = start
-        for piece in sorted(self.pieces, key=lambda p: p.start):
+        for piece in pieces:
             end = min(piece.start + piece.numel, stop)
             if piece.start <= at < end:
                 out[at - start : end - start] = self._read(piece, at, end)

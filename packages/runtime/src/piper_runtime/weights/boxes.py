@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -31,6 +32,16 @@ class Box:
         sizes = tuple(min(a + n, b + m) - f for f, (a, n, b, m) in zip(first, ends, strict=True))
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
+    def with_next(self, other: Box) -> Box | None:
+        """Return two boxes of one tensor as one, None where it would not hold first these elements and then those."""
+        k = next((k for k, (a, b) in enumerate(zip(self.offsets, other.offsets, strict=True)) if a != b), None)
+        if k is None or any(n != 1 for n in (*self.sizes[:k], *other.sizes[:k])):
+            return None
+        alike = self.offsets[k + 1 :] == other.offsets[k + 1 :] and self.sizes[k + 1 :] == other.sizes[k + 1 :]
+        if not alike or self.offsets[k] + self.sizes[k] != other.offsets[k]:
+            return None
+        return Box(self.offsets, (*self.sizes[:k], self.sizes[k] + other.sizes[k], *self.sizes[k + 1 :]))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index that takes this box out of a tensor that holds the box `outer`."""
         return tuple(slice(o - p, o - p + s) for o, p, s in zip(self.offsets, outer.offsets, self.sizes, strict=True))
@@ -50,6 +61,20 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"[{start}, {stop}) is no range of the {prod(shape)} elements of a tensor of shape {list(shape)}")
     return _boxes((), shape, start, stop) if start < stop else []
+
+
+def boxes_of_ranges(shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]) -> list[Box]:
+    """Return the boxes of several ranges [start, stop), in their order, and those that make a larger box as one.
+
+    So the columns that a device has of a matrix are one box, and not one for each row.
+    """
+    out: list[Box] = []
+    for start, stop in ranges:
+        for box in boxes_of_range(shape, start, stop):
+            out.append(box)
+            while len(out) > 1 and (both := out[-2].with_next(out[-1])) is not None:
+                out[-2:] = [both]
+    return out
 
 
 def _boxes(before: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from piper_ir.errors import FormatError, JobError
 from piper_ops import dtype_name
-from piper_runtime.weights.boxes import Box, boxes_of_range
+from piper_runtime.weights.boxes import Box, boxes_of_ranges
 
 DCP_METADATA = ".metadata"
 """The name of the file that makes a folder a DCP."""
@@ -149,9 +149,14 @@ class _Unpickler(pickle._Unpickler):
 
 def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> Tensor:
     """Return elements of a saved tensor as a flat one on the CPU; raise FormatError when they cannot be read."""
-    out = torch.empty(numel, dtype=getattr(torch, saved.dtype))
+    return read_ranges(folder, saved, [(start, start + numel)])
+
+
+def read_ranges(folder: Path, saved: SavedTensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the elements of ranges [start, stop) of a saved tensor, one behind the other, as `read_range` does."""
+    out = torch.empty(sum(b - a for a, b in ranges), dtype=getattr(torch, saved.dtype))
     at = 0
-    for box in boxes_of_range(saved.shape, start, start + numel):
+    for box in boxes_of_ranges(saved.shape, ranges):
         _fill(out[at : at + box.numel].view(box.sizes), folder, saved, box)
         at += box.numel
     return out
@@ -222,6 +227,10 @@ class DcpTensor:
     def flat(self, start: int, stop: int) -> Tensor:
         """Return some elements of the row-major tensor."""
         return read_range(Path(self.folder), self.saved, start, stop - start)
+
+    def flats(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the elements of some ranges [start, stop) of the row-major tensor, one behind the other."""
+        return read_ranges(Path(self.folder), self.saved, ranges)
 
     def box(self, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Return a box of the tensor."""
