@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from piper.api import capturing, profiling, tuning
 from piper.api.costs_file import save_costs
 from piper.cli import app
 from piper.cli.loading import JobFile, load_file, load_space
+from piper.sessions import autopilot
 from piper.sessions.autopilot import loop
 from piper.sessions.training import Settings
 from piper_autotune import Study
@@ -215,7 +217,11 @@ def recipe_chunks(recipe: JobFile) -> tuple[Chunk, ...]:
     return capturing.captured_job(recipe.job).program.chunks
 
 
-def test_the_loop_profiles_searches_confirms_trains_and_reports(space: Path, tmp_path: Path) -> None:
+def test_the_loop_profiles_searches_confirms_trains_and_reports(
+    space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one repeat of what it measures: how exact the costs are is not asked here."""
+    monkeypatch.setattr(autopilot, "profile", partial(profiling.profile, repeats=1))
     found = load_space(space)
     settings = Settings(launcher="processes", name="loop")
     done = loop(found.job, found.strategy, baseline={"m": 2}, steps=4, trials=3, confirm=1, out=tmp_path, settings=settings)

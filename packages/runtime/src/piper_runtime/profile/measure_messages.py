@@ -24,6 +24,8 @@ ISSUE_S = 50e-6
 """The seconds in which a host surely issues a message to a device."""
 FEWEST, MOST, MOST_OF_BLOCKS = 3, 100, 40
 """The bounds of the number of messages in a block; the last is for collectives of buckets."""
+WHOLE_BLOCKS = 4
+"""The repeats from which on blocks are as long as that; fewer repeats ask for a quick look, with shorter blocks."""
 MEETING = "all_reduce"
 """The collective by which ranks meet."""
 LEAST_OF_BLOCKS, MOST_OF_PAIRS = 1 << 10, 1 << 20
@@ -114,7 +116,8 @@ class Messages:
         """Return one sample, or none for a rank without a turn, which meets the others all the same."""
         each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
         most = MOST if op in ("p2p", MEETING) else MOST_OF_BLOCKS
-        count = min(most, max(FEWEST, each // tensor.nbytes))
+        most = most * min(repeats, WHOLE_BLOCKS) // WHOLE_BLOCKS
+        count = max(FEWEST, min(most, each // tensor.nbytes))
         seconds, busy = [], []
 
         def block(times: int = count) -> None:
