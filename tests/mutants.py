@@ -100,8 +100,11 @@ def plan_of(case: Composition) -> Plan:
     return compositions.compiled(case).plan
 
 
-def judge(mutant: Mutant) -> Result:
-    """Try a fault on the cases until it is caught. ValueError when no case offers a place for it."""
+def judge(mutant: Mutant, by_all: bool = True) -> Result:
+    """Try a fault on the cases until it is caught, by `verify` and the parity suite or else by the first that catches it.
+
+    ValueError when no case offers a place for it.
+    """
     if mutant.run is not None:
         return _judge_run(mutant, mutant.run)
     tried = False
@@ -114,7 +117,7 @@ def judge(mutant: Mutant) -> Result:
             continue
         tried = True
         rules = ", ".join(dict.fromkeys(v.rule for v in check(plan))) if mutant.change is not None else ""
-        seen = _parity(mutant, case, plan)
+        seen = _parity(mutant, case, plan) if by_all or not rules else ""
         if rules or seen:
             return Result(mutant, rules, seen, str(case))
     if not tried:

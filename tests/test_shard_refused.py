@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.select import where
 from tests import compositions, parity
 from tests.compositions import Composition
+from tests.test_cli import fails
+from tests.test_cli import piper as command
 
 ANY: Any = piper.shard
 """Takes arguments that a type checker would refuse."""
@@ -107,7 +107,4 @@ strategy = piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), stream="
 def test_the_command_says_it_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    command = [sys.executable, "-m", "piper", "verify", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert 'train.py:4: stream=\'rows\'; "" or "tokens" is accepted' in done.stderr
+    fails(command("verify", path), 'train.py:4: stream=\'rows\'; "" or "tokens" is accepted')
