@@ -55,6 +55,8 @@ class InlineEngine:
     def __init__(self, ranks: Sequence[Rank], counters: dict[int, Counter] | None = None):
         self._ranks = ranks
         self.counters = counters or {}
+        self._meeting = {r.rank: _meeting(r) for r in ranks}
+        self._mates: dict[tuple[int, str], tuple[int, ...]] = {}
 
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
         """Run one optimizer step; return the spans of every rank.
@@ -139,7 +141,7 @@ class InlineEngine:
     def _go_on(self, state: _State, entry: BoundInstr) -> bool:
         work = entry.work
         assert work is not None
-        if state.fiber is None and not _meets(state.rank, entry.index):
+        if state.fiber is None and entry.index not in self._meeting[state.rank.rank]:
             self._observed(state, entry.index, work)
             return True
         if state.fiber is None:
@@ -154,9 +156,8 @@ class InlineEngine:
         """Answer a request inside of an instruction once all members have it; return them, or None to wait."""
         if state.fiber is None or state.fiber.request is None or state.fiber.answered:
             return None
-        asked, plan = state.fiber.request, state.rank.plan
-        channel = plan.channel(inside_channel(asked.axis, state.rank.role.role))
-        members = [states[p] for p in plan.peers(channel, state.rank.rank)]
+        asked = state.fiber.request
+        members = [states[p] for p in self._along(state.rank, asked.axis)]
         fibers = [m.fiber for m in members if m.fiber is not None and m.fiber.request is not None and not m.fiber.answered]
         fibers = [f for f in fibers if f.request is not None and f.request.axis == asked.axis]
         if len(fibers) < len(members):
@@ -164,11 +165,20 @@ class InlineEngine:
         requests = [f.request for f in fibers if f.request is not None]
         found = {(r.kind, r.given.shape, r.given.dtype) for r in requests}
         if len(found) > 1:
-            raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel.id}: {found}")
+            channel = inside_channel(asked.axis, state.rank.role.role)
+            raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel}: {found}")
         results = stacked_collective(asked.kind, [r.given for r in requests])
         for fiber, result in zip(fibers, results, strict=True):
             fiber.answer(result)
         return members
+
+    def _along(self, rank: Rank, axis: str) -> tuple[int, ...]:
+        """Return the ranks that a rank meets inside of steps along an axis, itself among them."""
+        key = rank.rank, axis
+        if key not in self._mates:
+            channel = rank.plan.channel(inside_channel(axis, rank.role.role))
+            self._mates[key] = tuple(rank.plan.peers(channel, rank.rank))
+        return self._mates[key]
 
     def _observed(self, state: _State, index: int, work: object) -> None:
         assert callable(work)
@@ -202,11 +212,15 @@ class InlineEngine:
         return members
 
 
-def _meets(rank: Rank, index: int) -> bool:
-    """Return whether an instruction has a step inside of which devices meet."""
-    ops = [part.op for part in rank.role.program[index].parts] if rank.plan.shared else []
-    steps = [rank.plan.chunk(op.variant).steps[op.step] for op in ops if isinstance(op, Compute) and op.step != "B"]
-    return any(step.collectives for step in steps)
+def _meeting(rank: Rank) -> frozenset[int]:
+    """Return the indexes of a rank's instructions that have a step inside of which devices meet."""
+    plan, program = rank.plan, rank.role.program if rank.plan.shared else ()
+    return frozenset(
+        k
+        for k, instr in enumerate(program)
+        for op in [part.op for part in instr.parts]
+        if isinstance(op, Compute) and op.step != "B" and plan.chunk(op.variant).steps[op.step].collectives
+    )
 
 
 def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
