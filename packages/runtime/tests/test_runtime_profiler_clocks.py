@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from piper_runtime.profile.device_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
-from piper_runtime.profile.measure_messages import ISSUE_S, Messages
+from piper_runtime.profile.measure_messages import BLOCK_BYTES, ISSUE_S, Messages, block_length
 from piper_runtime.rank.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
 
@@ -118,3 +118,9 @@ def test_on_a_device_the_ranks_have_met_and_the_host_is_ahead_when_messages_are_
     assert sample.seconds == (0.5, 0.5, 0.5) and sample.busy == (0.0, 0.0, 0.0)
     turns = 4 * (1 + 64)  # 256 MiB of 4 MiB
     assert len(waited) == turns and asleep == [round(65 * ISSUE_S * CYCLES_PER_S)] * 4
+
+
+def test_few_repeats_time_shorter_blocks_and_large_messages_as_ever() -> None:
+    assert [block_length("p2p", 4, n, BLOCK_BYTES) for n in (1, 2, 4, 7)] == [25, 50, 100, 100]
+    assert [block_length("all_gather", 1024, n, BLOCK_BYTES) for n in (1, 4)] == [10, 40]
+    assert [block_length("all_reduce", 1 << 22, n, BLOCK_BYTES) for n in (1, 7)] == [3, 3]

@@ -76,7 +76,7 @@ class NamedRange:
 
 
 def in_line(ranges: Sequence[NamedRange]) -> Iterator[list[NamedRange]]:
-    """Yield ranges together that belong to one tensor and follow each other in memory: the rows that a rank has of it."""
+    """Yield ranges together that are of one tensor and follow each other in memory: the rows that a rank has of it."""
     group: list[NamedRange] = []
     for found in ranges:
         if group and (group[-1].key != found.key or group[-1].offset + group[-1].numel != found.offset):

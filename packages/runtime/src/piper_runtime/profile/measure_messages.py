@@ -114,10 +114,7 @@ class Messages:
         self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
     ) -> list[MessageSample]:
         """Return one sample, or none for a rank without a turn, which meets the others all the same."""
-        each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
-        most = MOST if op in ("p2p", MEETING) else MOST_OF_BLOCKS
-        most = most * min(repeats, WHOLE_BLOCKS) // WHOLE_BLOCKS
-        count = max(FEWEST, min(most, each // tensor.nbytes))
+        count = block_length(op, tensor.nbytes, repeats, BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES)
         seconds, busy = [], []
 
         def block(times: int = count) -> None:
@@ -146,6 +143,13 @@ class Messages:
             self._carrier.bind(BoundComm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
         )
         return there, back
+
+
+def block_length(op: str, nbytes: int, repeats: int, each: int) -> int:
+    """Return how many messages of some bytes a block has that adds up to `each` bytes."""
+    most = MOST if op in ("p2p", MEETING) else MOST_OF_BLOCKS
+    most = most * min(repeats, WHOLE_BLOCKS) // WHOLE_BLOCKS
+    return max(FEWEST, min(most, each // nbytes))
 
 
 def _bound(kind: str, members: tuple[int, ...], given: torch.Tensor, got: torch.Tensor | None = None) -> BoundComm:
