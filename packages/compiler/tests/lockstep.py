@@ -184,6 +184,8 @@ def _exchanged(kind: str, given: Sequence[Tensor], place: int) -> Tensor:
             return torch.stack([g[place] for g in given]).sum(0)
         case "all_to_all":
             return torch.stack([g[place] for g in given])
+        case "shift":
+            return given[place - 1].clone()
     raise AssertionError(kind)
 
 
@@ -191,7 +193,7 @@ def _call(op: Any, node: fx.Node, env: Values, mesh: Mesh, rank: int) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
 
     def own(value: Any) -> Any:
-        return _place(mesh, value.axis, rank) if isinstance(value, Coordinate) else value
+        return value.at(_place(mesh, value.axis, rank)) if isinstance(value, Coordinate) else value
 
     args, kwargs = pytree.tree_map(own, (tuple(args), dict(kwargs)))
     if node.target is operator.getitem:
