@@ -1,0 +1,194 @@
+"""Attention whose tokens devices share is the attention of one: by a ring or gathered keys, in blocks or in zigzag order.
+
+The faults are those that such code has had elsewhere; each gives wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from packages.compiler.tests.joint_harness import Case
+from packages.compiler.tests.lockstep import Judged, joint_of, judged, shared_by
+from piper_compiler.capture.kernels import flops_of
+from piper_compiler.capture.layouts import context, conversions
+from piper_ir.errors import DirectiveError
+from piper_ir.layout import Sharding
+from piper_ops import attention, attention_dgrad, context_merge, context_take, shift
+from piper_ops import context as blocks
+from piper_ops.library import OP_KERNELS
+
+ROWS, HEADS, KEYS, ELEMENTS = 2, 4, 2, 3
+WIDTH = HEADS * ELEMENTS
+EXACT = 1e-12
+ORDERS, WAYS = ("zigzag", "blocks"), ("ring", "gather")
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def layer(tokens: int, causal: bool = True, masked: bool = False) -> Case:
+    """Queries, keys and values of grouped heads, their attention, and what depends on the place of a token."""
+
+    def function(x: Tensor, q: Tensor, kv: Tensor, out: Tensor, *mask: Tensor) -> Tensor:
+        x = x * torch.arange(1, tokens + 1, dtype=torch.float64).unsqueeze(1).cos()
+        queries = (x @ q).view(ROWS, tokens, HEADS, ELEMENTS).transpose(1, 2)
+        keys, values = ((x @ w).view(ROWS, tokens, KEYS, ELEMENTS).transpose(1, 2) for w in kv.chunk(2, 1))
+        given = {"attn_mask": mask[0]} if mask else {"is_causal": causal}
+        mixed = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True, scale=0.7, **given)
+        return mixed.transpose(1, 2).reshape(ROWS, tokens, WIDTH) @ out
+
+    weights = drawn(WIDTH, WIDTH, seed=1), drawn(WIDTH, 2 * KEYS * ELEMENTS, seed=2), drawn(WIDTH, WIDTH, seed=3)
+    lower = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    masks = [(lower | (drawn(ROWS, 1, tokens, tokens, seed=4) > 1))] if masked else []
+    kinds = ("value", "param", "param", "param", *(["batch"] if masked else []))
+    return Case(function, kinds, (drawn(ROWS, tokens, WIDTH, seed=5), *weights, *masks), portable=True)
+
+
+def asked(degree: int, way: str, order: str = "") -> Sharding:
+    return Sharding("cp", degree, context=True, attention=way, order=order)
+
+
+def shared(case: Case, degree: int, way: str, order: str = "", *more: Sharding) -> Judged:
+    return judged(case, *shared_by(case, [*more, asked(degree, way, order)]))
+
+
+def work(graph: fx.Graph) -> int:
+    """The FLOPs of attention, forward and backward."""
+    return sum(flops_of(n) for n in graph.nodes if n.target in (attention, attention_dgrad))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_causal_attention(degree: int, way: str, order: str) -> None:
+    """In zigzag order all devices compute what is needed, an equal share each; in blocks as much as the fullest has to."""
+    case = layer(16)
+    found = shared(case, degree, way, order)
+    assert found.error < EXACT
+    share = work(found.shared.joint.graph) * degree / work(joint_of(case).graph)
+    assert share == pytest.approx(1.0 if order == "zigzag" else 2 - 1 / degree, rel=1e-12)
+    if way == "ring":
+        assert (found.forward, found.backward) == ({"shift": degree - 1}, {"shift": 2 * degree - 1})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_to_all_tokens(way: str, order: str) -> None:
+    """Which tokens a device has makes no difference to how much it computes."""
+    case = layer(16, causal=False)
+    found = shared(case, 4, way, order)
+    assert found.error < EXACT
+    assert work(found.shared.joint.graph) * 4 == work(joint_of(case).graph)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_mask_with_gathered_keys(order: str) -> None:
+    """Each device takes the rows of its queries, in its order."""
+    assert shared(layer(16, masked=True), 4, "gather", order).error < EXACT
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", ["", "tokens"])
+def test_with_shared_heads(way: str, stream: str) -> None:
+    """Heads of keys are shared, too, and along that axis also the tokens of what passes between layers."""
+    assert shared(layer(16), 4, way, "", Sharding("tp", 2, stream=stream)).error < EXACT
+
+
+def test_the_order_is_zigzag_where_attention_is_causal() -> None:
+    def order(causal: bool, way: str) -> bool:
+        found, _ = shared_by(layer(16, causal), [asked(2, way)])
+        return any(axis.halves for axis in found.axes)
+
+    assert [order(True, way) for way in ("ring", "gather", "heads")] == [True, True, False]
+    assert not order(False, "ring") and not order(False, "gather")
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(DirectiveError, match=r'attention="ring": attention .* has a mask.*use attention="gather" or "heads"'):
+        shared_by(layer(16, masked=True), [asked(2, "ring")])
+    with pytest.raises(DirectiveError, match=r"12 tokens cannot be shared by 4 devices along cp in zigzag order.*3 devices can"):
+        shared_by(layer(12), [asked(4, "ring")])
+    with pytest.raises(DirectiveError, match=r"12 tokens cannot be shared by 8 devices; 4 devices can"):
+        shared_by(layer(12), [asked(8, "ring", "blocks")])
+    with pytest.raises(DirectiveError, match="2 devices can share them, beside 4 for each of them;"):
+        shared_by(layer(16), [Sharding("tp", 4, stream="tokens"), asked(4, "ring")])
+
+    def without(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    case = Case(without, ("value", "param"), (drawn(ROWS, 8, WIDTH, seed=1), drawn(WIDTH, WIDTH, seed=2)))
+    with pytest.raises(DirectiveError, match="attention='ring': the model has no attention that could be computed so"):
+        shared_by(case, [asked(2, "ring")])
+
+
+def _places_swapped(emit: Any, split: fx.Node, dim: int, axis: str) -> fx.Node:
+    right = conversions.Coordinate
+    with patch.object(conversions, "Coordinate", lambda axis, mirrored=False: right(axis, not mirrored)):
+        return SELECTED(emit, split, dim, axis)
+
+
+def _of_one_block(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, *place: Any) -> tuple[Tensor, Tensor]:
+    merged, _ = MERGE(out, lse, more, more_lse, *place)
+    return merged, lse.clone()
+
+
+def _skipped(total: Tensor, more: Tensor, dim: int, place: int, step: int, *rest: Any) -> Tensor:
+    return total.clone() if step == 2 else ADD(total, more, dim, place, step, *rest)
+
+
+def _not_merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, place: int, step: int, *rest: Any) -> Any:
+    return (out.clone(), lse.clone()) if step == 2 else MERGE(out, lse, more, more_lse, place, step, *rest)
+
+
+def _always_before(x: Tensor, dim: int, place: int, step: int, *rest: Any) -> Tensor:
+    """As if keys always came from a device before."""
+    return TAKE(x, dim, place + step, step, *rest) if rest[-1] == 1 else TAKE(x, dim, place, step, *rest)
+
+
+def _causal_in_every_step(steps: Any, q: fx.Node, k: fx.Node, v: fx.Node, step: int) -> Any:
+    return ATTENTION(steps, q, k, v, 0)
+
+
+def _not_home(steps: Any, x: fx.Node) -> fx.Node:
+    """The last message, which brings the gradients of keys and values back, is not sent."""
+    made = MOVED(steps, x)
+    sent = [n for n in made.graph.nodes if n.target is shift and n.meta["partitioner_tag"] == "is_backward"]
+    return x if len(sent) == 2 * steps.place.degree - 1 else made
+
+
+SELECTED, MOVED, ATTENTION = conversions._selected, context._Steps.moved, context._Steps.attention
+MERGE, TAKE, ADD = OP_KERNELS[context_merge], OP_KERNELS[context_take], OP_KERNELS[blocks.context_add]
+FAULTS: dict[str, Callable[[], Any]] = {
+    "zigzag as blocks": lambda: patch.object(conversions, "Coordinate", lambda axis, mirrored=False: COORDINATE(axis)),
+    "places swapped": lambda: patch.object(conversions, "_selected", _places_swapped),
+    "causal where full": lambda: patch.object(context._Steps, "attention", _causal_in_every_step),
+    "gradients of keys not returned": lambda: patch.object(context._Steps, "moved", _not_home),
+}
+COORDINATE = conversions.Coordinate
+INSTEAD: dict[str, dict[Any, Any]] = {
+    "logsumexp of one block": {context_merge: _of_one_block},
+    "one block not merged": {context_merge: _not_merged},
+    "the gradient of one block skipped": {blocks.context_add: _skipped},
+    "keys always from before": {context_take: _always_before},
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *INSTEAD])
+def test_a_fault_gives_wrong_numbers(fault: str) -> None:
+    case = layer(16)
+    if fault in INSTEAD:
+        assert judged(case, *shared_by(case, [asked(4, "ring")]), INSTEAD[fault]).error > 1e-3
+        return
+    with FAULTS[fault]():
+        found = shared_by(case, [asked(4, "ring")])
+    assert judged(case, *found).error > 1e-3
