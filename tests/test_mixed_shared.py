@@ -19,6 +19,8 @@ CASES = (
     replace(BASE, stream="tokens", zero=3),
     replace(BASE, pp=2, schedule="zbv", zero=1),
     Composition("llama", 1, 1, 2, precision="mixed", tp=4, stream="tokens", optimizer="adamw"),
+    replace(BASE, tp=1, cp=2, attention="ring", zero=3),
+    replace(BASE, stream="tokens", cp=2, attention="gather"),
 )
 
 
@@ -39,11 +41,11 @@ def test_negative_control_copies_that_are_not_written_are_seen() -> None:
     assert found and found[0].step == 1
 
 
-@pytest.mark.parametrize("stream", ["", "tokens"])
-def test_bfloat16_is_as_near_to_exact_numbers_as_on_one_device(stream: str) -> None:
+@pytest.mark.parametrize("c", [BASE, replace(BASE, stream="tokens"), replace(BASE, tp=1, cp=2, attention="ring")], ids=str)
+def test_bfloat16_is_as_near_to_exact_numbers_as_on_one_device(c: Composition) -> None:
     """Rounding differs, and no more than on one device: the loss of either is as far from that in float64."""
-    c = replace(BASE, precision="bfloat16 mixed", clip=None, stream=stream)
-    wanted = compositions.expected(replace(c, precision="float64", tp=1)).losses
+    c = replace(c, precision="bfloat16 mixed", clip=None)
+    wanted = compositions.expected(replace(c, precision="float64")).losses
     one = compositions.expected(c).losses
     found = compositions.run(c).losses
     bound = 2 * max(abs(a - b) for a, b in zip(one, wanted, strict=True)) + 2**-9 * max(wanted)

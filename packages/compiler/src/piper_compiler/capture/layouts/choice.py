@@ -212,11 +212,12 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
         return
     fitting = [d for d in range(1, size + 1) if d != context.degree and fits(d)]
     nearest = min(fitting, key=lambda d: (abs(d - context.degree), d), default=0)
-    beside = f", beside {others} for each of them" if others > 1 else ""
-    instead = f"{nearest} devices can share them{beside}; " if nearest else ""
+    beside = f", with {others} more for each," if others > 1 else ""
+    instead = [f"{nearest} devices can share them so"] * (nearest > 0)
+    instead += [f'{context.degree} can with order="blocks"'] * (steps_of(nest, context.degree * others) is not None)
     raise DirectiveError(
         f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} in zigzag order, of which each "
-        f'has two blocks; {instead}order="blocks" needs one block for each device'
+        f"has two blocks; {', '.join(instead)}"
     )
 
 
