@@ -60,8 +60,8 @@ CASES: tuple[Composition, ...] = (
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
 refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
 ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision;
-devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights; devices
-that share tokens, with keys that go around in a ring.
+devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights;
+devices that share tokens, with keys that go around in a ring.
 """
 
 

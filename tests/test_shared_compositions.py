@@ -72,8 +72,8 @@ def drawn(seed: int) -> Composition:
     return replace(c, dp=dp, rep=c.rep if dp == c.dp else 1, zero=c.zero if dp > 1 else 0)
 
 
-CONTEXTS, LONG_CONTEXTS = 3, 100
-"""The cases with shared tokens that `make test` runs, and those of the long suite with them."""
+CONTEXTS = 100
+"""The cases with shared tokens, all of the long suite."""
 
 
 def drawn_context(seed: int) -> Composition:
@@ -90,7 +90,8 @@ def drawn_context(seed: int) -> Composition:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] * (s >= CONTEXTS)) for s in range(LONG_CONTEXTS)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(CONTEXTS))
 def test_sharers_of_tokens_train_what_one_device_trains(seed: int) -> None:
     judge(drawn_context(seed))
 

@@ -25,7 +25,7 @@ WAYS = {
     "ring": "keys and values go from device to device",
     "gather": "each device gathers all keys and values",
 }
-"""What devices that share tokens do for attention."""
+"""The ways in which devices that share tokens compute attention."""
 WIDEST, HANGING = 118, " " * 10
 """The letters of a line, and where what does not fit goes on."""
 

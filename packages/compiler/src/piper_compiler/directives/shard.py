@@ -52,8 +52,8 @@ class Shard:
             (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509), "ring" sends keys and values from device to device
             (Liu et al., arXiv 2310.01889), "gather" gathers them.
         order: which tokens a device has then: "blocks", or one block from the front and one from the back ("zigzag"),
-            with which a causal ring gives all devices equal work. It is "zigzag" by itself for "ring" and "gather" where
-            attention is causal.
+            with which a causal ring gives all devices equal work. It is "zigzag" by itself for "ring" and "gather"
+            where attention is causal.
         site: where the user wrote it.
     """
 

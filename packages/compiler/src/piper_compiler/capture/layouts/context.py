@@ -24,6 +24,7 @@ from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import LoopIndex, OpIndexes
 from piper_compiler.capture.layouts.loops import Emit, LoopPlace, LoopRewrite, OpCall
 from piper_compiler.capture.layouts.reasons import title
+from piper_compiler.capture.layouts.rewrites import OpArguments
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding
@@ -37,7 +38,6 @@ STATISTICS = 2
 ATTENTION = (piper.attention.default, piper.attention_dgrad.default)
 HEADS, RING, GATHER = "heads", "ring", "gather"
 ZIGZAG, BLOCKS = "zigzag", "blocks"
-OpArguments = Mapping[str, Any]
 
 
 def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:

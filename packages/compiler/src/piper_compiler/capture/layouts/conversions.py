@@ -163,7 +163,7 @@ def _halved(emit: Emitter, split: fx.Node, dim: int) -> fx.Node:
 
 
 def _turned(emit: Emitter, split: fx.Node, dim: int) -> fx.Node:
-    """Return a tensor whose dimensions from `dim` on are [outer, degree], with every second step of the outer turned around.
+    """Return a tensor of dimensions [outer, degree] from `dim` on, with every second step of the outer turned around.
 
     Doing it twice changes nothing.
     """
