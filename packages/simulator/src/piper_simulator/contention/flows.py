@@ -297,7 +297,7 @@ def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
 def _to_next(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
     """Return how often a rank's wire bytes pass through each resource when each sends them to the one behind it."""
     out: dict[Resource, float] = {}
-    for k in range(len(members)):
+    for k in range(len(members) if len(members) > 1 else 0):
         for resource, times in passes(wires, (members[k - 1], members[k]), p2p=True).items():
             out[resource] = out.get(resource, 0.0) + times
     return out
