@@ -107,7 +107,8 @@ class Composition:
     may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
     stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
     keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens too with
-    `stream`, where `gathered` keeps what the forward gathers."""
+    `stream`, where `gathered` keeps what the forward gathers. cp: devices that share the tokens, with this `attention` in this
+    `order`."""
 
     model: str
     pp: int = 1
@@ -137,6 +138,9 @@ class Composition:
     tp: int = 1
     stream: str = ""
     gathered: bool = False
+    cp: int = 1
+    attention: Literal["heads", "ring", "gather"] = "heads"
+    order: Literal["", "zigzag", "blocks"] = ""
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
@@ -146,6 +150,8 @@ class Composition:
             shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
         if self.tp > 1:
             shown += [f"tp={self.tp}", *[self.stream] * bool(self.stream), *["gathered"] * self.gathered]
+        if self.cp > 1:
+            shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
         return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
 
 
@@ -205,7 +211,9 @@ def strategy_of(c: Composition) -> Strategy:
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
     sharers = (shard(where(), stream=c.stream, keep=c.gathered),) if c.tp > 1 else ()
-    return Strategy(Mesh(pp=c.pp, tp=c.tp, **axes), (sharers, _pipeline(c, program), data_parallel, again))
+    if c.cp > 1:
+        sharers += (shard(where(), over="cp", index="tokens", attention=c.attention, order=c.order),)
+    return Strategy(Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes), (sharers, _pipeline(c, program), data_parallel, again))
 
 
 def compiled(c: Composition) -> Compiled:

@@ -54,12 +54,14 @@ CASES: tuple[Composition, ...] = (
     Composition("llama", 1, 1, 2, optimizer="adamw", clip=0.05, tp=4),
     Composition("gpt_dropout", 1, 1, 2, tp=2),
     Composition("keywords", 1, 2, 2, tp=2, stream="tokens"),
+    Composition("gpt", 1, 1, 2, cp=2, attention="ring"),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
 refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
 ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision;
-devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights.
+devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights;
+devices that share tokens, with keys that go around in a ring.
 """
 
 

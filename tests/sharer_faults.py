@@ -23,7 +23,7 @@ from piper_runtime import Checkpoints
 from piper_runtime.checkpoint import rank_tensors
 from piper_runtime.engine.fibers import Fiber
 from piper_runtime.rank import layouts, parts, rank_state
-from tests import compositions
+from tests import compositions, ring_faults
 from tests.compositions import Composition
 from tests.job_faults import JobFault, Judged
 
@@ -185,8 +185,22 @@ def saved_ranges_shifted(c: Composition) -> Judged | None:
     return found, replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:])
 
 
+def _of_tokens(name: str) -> JobFault:
+    """A fault in attention whose tokens are shared."""
+
+    def fault(c: Composition) -> Judged | None:
+        if c.attention != "ring":
+            return None
+        with _rewritten(c), ring_faults.FAULTS[name]():
+            return _judged(c)
+
+    fault.__name__ = name
+    fault.__doc__ = ring_faults.FAULTS[name].__doc__
+    return fault
+
+
 SHARERS: tuple[JobFault, ...] = (
     bias_before_the_sum, next_part_of_parameters, next_place_in_code, sum_left_out,
     keys_not_summed, block_of_the_next, gathered_in_another_order, masks_of_their_own, losses_of_all_sharers,
-    saved_ranges_shifted,
+    saved_ranges_shifted, *map(_of_tokens, ring_faults.FAULTS),
 )  # fmt: skip

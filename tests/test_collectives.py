@@ -42,6 +42,7 @@ PLAIN: dict[str, Callable[[list[torch.Tensor], int], torch.Tensor]] = {
     "all_gather": lambda given, k: torch.cat(given),
     "reduce_scatter": lambda given, k: torch.stack(given).sum(0).tensor_split(len(given))[k],
     "all_to_all": lambda given, k: torch.cat([t.tensor_split(len(given))[k] for t in given]),
+    "shift": lambda given, k: given[(k - 1) % len(given)],
     "broadcast": lambda given, k: given[0],
 }
 """What member k gets when the members give these tensors, in plain PyTorch."""
@@ -126,6 +127,12 @@ class AskedGroup:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
 
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*args: Any) -> None:
             self.asked.append((name, args[-1].asyncOp))
@@ -144,6 +151,7 @@ def test_nccl_is_asked_for_each_on_the_stream_that_is_current() -> None:
         "all_gather": ("_allgather_base", False),
         "reduce_scatter": ("_reduce_scatter_base", False),
         "all_to_all": ("alltoall_base", False),
+        "shift": ("alltoall_base", False),
     }
     assert all(hasattr(dist.ProcessGroup, name) for name, _ in found.values())
 

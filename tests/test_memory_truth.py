@@ -213,8 +213,11 @@ CUDA_CASES = [
 ]
 
 
+OF_TOKENS = pytest.param(Composition("gpt", 1, 1, 2, cp=2, attention="ring"), marks=pytest.mark.long)
+
+
 @pytest.mark.usefixtures("kernels_of_cuda")
-@pytest.mark.parametrize("c", CUDA_CASES, ids=str)
+@pytest.mark.parametrize("c", [*CUDA_CASES, OF_TOKENS], ids=str)
 def test_a_plan_for_cuda_counts_what_kernels_hold_inside(c: Composition) -> None:
     found = lies(*measure_cuda(c))
     assert not found, "\n".join([repr(c), *found[:6]])

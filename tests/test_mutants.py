@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from piper_ir.verify import check
 from tests import compositions, mutants, parity
 from tests.mutants import CASES, MUTANTS, Mutant, Result
+from tests.ring_faults import FAULTS
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -16,7 +19,12 @@ def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> No
     parity.assert_parity(compositions.run(case, plan), compositions.expected(case), mutants.tolerance_of(case))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.where}-{m.name}")
+def marked(mutant: Mutant) -> Any:
+    """What packages/compiler/tests/test_ring_attention.py shows of a chunk takes longer here."""
+    return pytest.param(mutant, marks=[pytest.mark.long] * (mutant.name in FAULTS))
+
+
+@pytest.mark.parametrize("mutant", map(marked, MUTANTS), ids=lambda m: f"{m.where}-{m.name}")
 def test_the_fault_is_caught(mutant: Mutant) -> None:
     result = mutants.judge(mutant, by_all=False)
     assert result.caught, f"{mutant.about} (nothing notices)"

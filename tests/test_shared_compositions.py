@@ -74,12 +74,36 @@ def drawn(seed: int) -> Composition:
     return replace(c, dp=dp, rep=c.rep if dp == c.dp else 1, zero=c.zero if dp > 1 else 0)
 
 
+CONTEXTS = 100
+"""The cases with shared tokens, all of the long suite."""
+
+
+def drawn_context(seed: int) -> Composition:
+    """Draw a composition whose devices share tokens by a ring or gathered keys, some of them heads as well."""
+    rng = Random(seed)
+    c = drawn(len(MODELS) * (seed // 3) + (0, 1, 3)[seed % 3])
+    tp, cp = rng.choice(((1, 2), (2, 2), (1, 4)))
+    stream = rng.choice(("", "tokens")) if tp > 1 and cp == 2 else ""
+    pp = min(c.pp, MOST_RANKS // (tp * cp))
+    dp = min(c.dp, MOST_RANKS // (tp * cp * pp))
+    return replace(
+        c, tp=tp, cp=cp, pp=pp, dp=dp, zero=c.zero if dp > 1 else 0, rep=1, stream=stream, gathered=False,
+        attention=rng.choice(("ring", "gather")), order=rng.choice(("", "zigzag", "blocks")),
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(CONTEXTS))
+def test_sharers_of_tokens_train_what_one_device_trains(seed: int) -> None:
+    judge(drawn_context(seed))
+
+
 def judge(c: Composition, whole: bool = True, **options: Any) -> None:
     """Compile, verify, run for three steps with its memory measured in the second, or else for two steps, and compare."""
     made = compositions.compiled(c)
     plan, steps = made.plan, parity.STEPS if whole else 2
     verify(plan)
-    assert plan.shared or c.tp == 1
+    assert plan.shared or c.tp == c.cp == 1
     run = piper.execute(made, **{"steps": steps, "launcher": "inline", "gradients": True, "memory": whole, **options})
     parity.assert_parity(run, compositions.expected(c, steps), label=repr(c))
     found = lies(plan, dict(run.memory))

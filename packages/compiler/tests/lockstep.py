@@ -18,7 +18,7 @@ from packages.compiler.tests.joint_harness import Case, capture
 from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.exchanges import KINDS
 from piper_compiler.capture.joint import trace_joint
-from piper_compiler.capture.layouts import Agreed, Sharded, split_degrees
+from piper_compiler.capture.layouts import Agreed, Sharded, ordered, split_degrees
 from piper_compiler.capture.layouts.choice import SharedChunk, share
 from piper_compiler.capture.layouts.decide import SUM
 from piper_compiler.capture.layouts.indexes import LoopIndex, key_of
@@ -52,6 +52,15 @@ class Judged:
     backward: Counter[str]
 
 
+def shared_by(case: Case, asked: Sequence[Sharding]) -> tuple[SharedChunk, Sharded]:
+    """What `shared_joint` makes for several axes, with the indexes."""
+    joint = joint_of(case)
+    ways = [ordered(one, [joint]) if one.context else one for one in asked]
+    split = [replace(one, split=found) for one, found in zip(ways, split_degrees(joint, ways), strict=True)]
+    found = share(joint, split, ALONE.whole)
+    return found, sharded(found.joint, found.indexes, found.axes)
+
+
 def shared_of(
     case: Case, degree: int | tuple[int, ...], *, stream: bool = False, agreed: Agreed = ALONE, keep: bool = False
 ) -> tuple[SharedChunk, Sharded]:
@@ -77,8 +86,12 @@ def judge(
 
     `instead` maps ops to what devices run instead of them.
     """
+    return judged(case, *shared_of(case, degree, stream=stream, agreed=agreed, keep=keep), instead)
+
+
+def judged(case: Case, found: SharedChunk, made: Sharded, instead: Mapping[Any, Any] | None = None) -> Judged:
+    """Compares what devices make of a case with what one makes."""
     joint = joint_of(case)
-    found, made = shared_of(case, degree, stream=stream, agreed=agreed, keep=keep)
     mesh = Mesh(tuple((axis.name, axis.degree) for axis in made.axes))
     whole = _given(joint, case.tensors)
     (wanted,) = _run(joint.graph, {node: [value] for node, value in whole.items()}, ONE, {})
@@ -124,9 +137,20 @@ def _part(whole: Tensor, dims: Sequence[tuple[LoopIndex, ...]], lying: Lying, sh
         if isinstance(how, LoopIndex):
             dim, inside = next((d, inside) for d, inside in enumerate(dims) if how in inside)
             outer = prod(i.size for i in inside[: inside.index(how)] if i not in done)
-            whole = place_of(whole, dim, outer, axis.degree, mesh.index_along((axis.name,), rank))
+            place = mesh.index_along((axis.name,), rank)
+            if how in axis.halves:
+                whole = _mirrored(whole, dim, outer, axis.degree, place)
+            else:
+                whole = place_of(whole, dim, outer, axis.degree, place)
             done.add(how)
     return whole
+
+
+def _mirrored(whole: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
+    """The blocks `place` and 2 * degree - 1 - place of each 2 * degree of a dimension."""
+    blocks = whole.chunk(outer * degree, dim)
+    own = [blocks[first + k] for first in range(0, outer * degree, 2 * degree) for k in (place, 2 * degree - 1 - place)]
+    return torch.cat(own, dim)
 
 
 def _settled(made: Sequence[Values], node: fx.Node, lying: Lying, shared: Sharded, mesh: Mesh, rank: int) -> Tensor:
@@ -184,6 +208,8 @@ def _exchanged(kind: str, given: Sequence[Tensor], place: int) -> Tensor:
             return torch.stack([g[place] for g in given]).sum(0)
         case "all_to_all":
             return torch.stack([g[place] for g in given])
+        case "shift":
+            return given[place - 1].clone()
     raise AssertionError(kind)
 
 
@@ -191,7 +217,7 @@ def _call(op: Any, node: fx.Node, env: Values, mesh: Mesh, rank: int) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
 
     def own(value: Any) -> Any:
-        return _place(mesh, value.axis, rank) if isinstance(value, Coordinate) else value
+        return value.at(_place(mesh, value.axis, rank)) if isinstance(value, Coordinate) else value
 
     args, kwargs = pytree.tree_map(own, (tuple(args), dict(kwargs)))
     if node.target is operator.getitem:

@@ -33,7 +33,13 @@ def spec(*shape: int) -> TensorSpec:
 
 def test_what_is_written_follows_from_what_is_read() -> None:
     shapes = {kind: law.written(spec(8, 3), 4).shape for kind, law in COLLECTIVES.items()}
-    assert shapes == {"all_reduce": (8, 3), "all_gather": (32, 3), "reduce_scatter": (2, 3), "all_to_all": (8, 3)}
+    assert shapes == {
+        "all_reduce": (8, 3),
+        "all_gather": (32, 3),
+        "reduce_scatter": (2, 3),
+        "all_to_all": (8, 3),
+        "shift": (8, 3),
+    }
     assert COLLECTIVES["all_reduce"].written(spec(), 4) == spec(), "a scalar is whole"
 
 
@@ -50,7 +56,8 @@ def test_bytes_on_the_wire() -> None:
     """The factors are those by which NCCL's tests turn algorithm bandwidth into bus bandwidth."""
     factors = {kind: [law.wire(n) for n in (1, 2, 4)] for kind, law in COLLECTIVES.items()}
     half = [0.0, 0.5, 0.75]
-    assert factors == {"all_reduce": [0.0, 1.0, 1.5], "all_gather": half, "reduce_scatter": half, "all_to_all": half}
+    blocks = {"all_gather": half, "reduce_scatter": half, "all_to_all": half}
+    assert factors == {"all_reduce": [0.0, 1.0, 1.5], **blocks, "shift": [0.0, 1.0, 1.0]}
 
 
 def test_unknown_kinds_are_named() -> None:
@@ -98,7 +105,7 @@ def everywhere(made: Plan, node: str, op: Collective) -> Plan:
     return made
 
 
-@breaks("R06-names", "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all)")
+@breaks("R06-names", "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, shift)")
 def _unknown(made: Plan) -> Plan:
     return everywhere(made, "all_to_all.held@0#{}", Collective("gossip", "swap"))
 

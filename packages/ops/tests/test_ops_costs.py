@@ -23,6 +23,7 @@ from piper_ops import (
     kernel_of,
     reduce_scatter,
     replace_portable,
+    shift,
 )
 from piper_ops.few_flops import NAMES
 from piper_ops.products import PRODUCTS
@@ -247,7 +248,7 @@ def test_only_ops_have_a_cost() -> None:
 def test_registry_is_complete() -> None:
     """Every op in the namespace with a kernel has a formula, of the kind that its record says."""
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("piper::")}
-    collectives = {op.name() for op in (all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter)}
+    collectives = {op.name() for op in (all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift)}
     assert {f.op.name() for record in PORTABLE.values() for f in record.formulas} == registered - collectives
     for record in PORTABLE.values():
         assert set(record.saved) <= set(record.outputs)

@@ -90,7 +90,7 @@ def test_messages_between_all_ranks_are_measured(world: int) -> None:
         thread.join(60)
     pair = {0: (0, 1), 1: (0, 1)}
     for r in range(world):
-        kinds = [*(["p2p"] if world > 1 and r in pair else []), *(["all_reduce"] if world > 1 else [])]
+        kinds = [*(["p2p"] if world > 1 and r in pair else []), *(["all_reduce", "shift"] if world > 1 else [])]
         ring, pairs = (["all_gather", "reduce_scatter"], ["all_to_all"]) if world > 1 else ([], [])
         blocks = [(k, whole(n, world)) for n, some in ((1 << 20, ring + pairs), (1 << 21, ring)) for k in some]
         assert [(s.op, s.bytes) for s in found[r] if s.op not in ring + pairs] == [(k, n) for n in sizes for k in kinds]

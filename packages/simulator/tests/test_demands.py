@@ -101,13 +101,16 @@ def test_an_all_to_all_slows_compute_as_a_reduction_does() -> None:
     assert late == [6.0, pytest.approx(4.15 / 0.83)]
 
 
+@pytest.mark.parametrize("op", ["all_to_all", "shift"])
 @given(per_node=st.integers(1, 4), nodes=st.integers(1, 4), nbytes=st.integers(1, 10**6))
-def test_the_route_of_an_all_to_all_agrees_with_its_formula(per_node: int, nodes: int, nbytes: int) -> None:
+def test_the_route_of_a_message_to_single_members_agrees_with_its_formula(
+    op: str, per_node: int, nodes: int, nbytes: int
+) -> None:
     """Seconds at its tightest link, where nothing has a latency; and every byte that leaves a device enters one."""
     on = changed(TOY, per_node=per_node, nodes=nodes)
     everyone = tuple(range(per_node * nodes))
-    found = route("all_to_all", [everyone], wiring(on))
-    assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, "all_to_all", nbytes, rank_group(on, everyone)))
+    found = route(op, [everyone], wiring(on))
+    assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, op, nbytes, rank_group(on, everyone)))
     for link in ("port", "nic"):
         out, into = (sum(n for (kind, *_), n in found.passes.items() if kind == f"{link} {way}") for way in ("out", "in"))
         assert out == pytest.approx(into)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from piper.api.compiling import Compiled
+from piper_ir.layout import Sharding, StepCollective
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk
 from piper_ir.sizes import bind
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 MOST = 4
 """The number of names of one kind that are listed."""
+WAYS = {
+    "heads": "tokens are exchanged for heads",
+    "ring": "keys and values go from device to device",
+    "gather": "each device gathers all keys and values",
+}
+"""The ways in which devices that share tokens compute attention."""
 WIDEST, HANGING = 118, " " * 10
 """The letters of a line, and where what does not fit goes on."""
 
@@ -126,6 +134,7 @@ def _shared(plan: Plan, facts: ChunkFacts) -> Iterator[str]:
         names = (facts.inputs[k].removeprefix(prefix) for k, reason in facts.unshared.items() if reason == why)
         yield f"    not shared: {_listed(names)}: {why}"
     yield f"    computed whole on each device: {_work(facts.work)}"
+    yield from _attention(plan.chunk(facts.ids[0]), facts.shardings)
     yield from _collectives(plan.chunk(facts.ids[0]))
     yield from _summed(plan, facts, prefix)
 
@@ -144,10 +153,23 @@ def _work(work: WorkFacts) -> str:
     return f"{work.share:.2%} of its FLOPs: {_listed(work.whole)}"
 
 
+def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
+    """Yield how attention is computed where devices share its tokens."""
+    if any(kernel.kind == "attention" for kernel in chunk.steps["F"].cost.kernels):
+        for asked in (s for s in shardings if s.context):
+            order = "in zigzag order" if asked.order == "zigzag" else "in blocks"
+            yield f"    attention over {asked.over}: {WAYS[asked.attention]}; tokens {order}"
+
+
 def _collectives(chunk: Chunk) -> Iterator[str]:
+    """Yield a line for each collective, and one for all of a ring."""
     for step, signature in chunk.steps.items():
-        for c in signature.collectives:
-            yield f"    {step}  {c.kind:14} {size_text(bind(c.nbytes, 0)):>8} over {c.axis} {c.why}"
+        ring = Counter(c for c in signature.collectives if c.kind == "shift")
+        told = set[StepCollective]()
+        for c in (c for c in signature.collectives if c not in told):
+            told |= {c} & ring.keys()
+            often = f", {ring[c]} times" if ring[c] > 1 else ""
+            yield f"    {step}  {c.kind:14} {size_text(bind(c.nbytes, 0)):>8} over {c.axis} {c.why}{often}"
 
 
 def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:

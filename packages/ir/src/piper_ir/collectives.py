@@ -17,8 +17,8 @@ from piper_ir.errors import PlanError
 from piper_ir.sizes import Dim, TensorSpec
 
 Extent = Literal["whole", "part"]
-Combination = Literal["sum", "blocks", "first"]
-Pattern = Literal["ring", "pairs"]
+Combination = Literal["sum", "blocks", "first", "previous"]
+Pattern = Literal["ring", "pairs", "next"]
 
 
 SUMMED_DTYPES = (*("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int8", "uint8"),)
@@ -34,12 +34,13 @@ class Law:
         reads: what a member gives.
         writes: what a member gets, with the dtype of what it gives.
         result: what the written tensor holds. "sum": the sum of what all members give. "blocks": one block of each
-            member, in the order of ranks. "first": what the first member gives. Where a part is written, it is the
-            member's own block of that.
+            member, in the order of ranks. "first": what the first member gives. "previous": what the member
+            before it gives, and for the first one the last. Where a part is written, it is the member's own block of
+            that.
         route: how it travels. "ring": everything passes by every member. "pairs": each member sends a block to each
-            other one.
+            other one. "next": each member sends all of it to the one behind it, and the last one to the first.
         rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each
-            member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for pairs.
+            member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for other routes.
         state: the state of a bucket on which it may work, instead of on values: its parameters or its gradients.
         spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
         undoes: the collective whose results it turns back into that one's inputs, among the same members.
@@ -57,8 +58,8 @@ class Law:
 
     @property
     def in_place(self) -> bool:
-        """Return whether the result can replace what is read: it has the same size, and no block changes its place."""
-        return self.reads == self.writes and self.result != "blocks"
+        """Return whether the result can replace what is read: it has the same size, and nothing changes its place."""
+        return self.reads == self.writes and self.result in ("sum", "first")
 
     @property
     def blocks(self) -> bool:
@@ -67,6 +68,8 @@ class Law:
 
     def wire(self, n: int) -> float:
         """Return the bytes that leave each of n members, per byte of the message."""
+        if self.route == "next":
+            return float(n > 1)
         return self.rounds * (n - 1) / n
 
     def written(self, read: TensorSpec, n: int) -> TensorSpec:
@@ -93,6 +96,7 @@ COLLECTIVES: dict[str, Law] = {
     "all_gather": Law("AllGather", "part", "whole", "blocks", state="param", undoes="reduce_scatter"),
     "reduce_scatter": Law("ReduceScatter", "whole", "part", "sum", state="grad", spoils=True),
     "all_to_all": Law("AllToAll", "whole", "whole", "blocks", route="pairs", undoes="all_to_all"),
+    "shift": Law("Shift", "whole", "whole", "previous", route="next"),
 }
 """The law of each kind of collective; costs and cluster files know a collective by its kind, too."""
 

@@ -7,7 +7,7 @@ a term of a sum, or equal on all devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from piper_ir.mesh import Mesh
 from piper_ir.sizes import Dim, bind
@@ -47,8 +47,10 @@ class Sharding:
         stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
         keep: whether what the forward gathers is kept for the backward, and not gathered again.
         split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
-        context: whether they share the tokens of all ops (context parallelism), those that need all tokens by their
-            heads.
+        context: whether they share the tokens of all ops (context parallelism).
+        attention: how they compute attention then, which needs the keys of all tokens: "heads", "ring" or "gather".
+        order: which tokens a device has then: "blocks", or the two of "zigzag", r and 2 n - 1 - r of 2 n blocks; ""
+            before it is chosen.
     """
 
     over: str
@@ -58,6 +60,14 @@ class Sharding:
     keep: bool = False
     split: tuple[int, ...] = ()
     context: bool = False
+    attention: str = field(default="heads", repr=False)
+    order: str = field(default="", repr=False)
+
+    @property
+    def way(self) -> str:
+        """Return how attention is computed, and of which tokens, as a text; "" for heads and blocks."""
+        order = self.order if self.order == "zigzag" else ""
+        return f"{self.attention} {order}".strip() if order or self.attention != "heads" else ""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -49,6 +49,7 @@ class Kernel:
         op: the operator's name, without the namespace aten or piper and without the _ of an in-place op.
         formula: False where the FLOPs of this op are unknown, and one per element is counted.
         shared: among how many devices the work is shared of which this is one device's.
+        counts: how often its products count in model FLOPs: twice for a block below the diagonal of causal attention.
     """
 
     kind: KernelKind
@@ -61,12 +62,13 @@ class Kernel:
     op: str = ""
     formula: bool = True
     shared: int = 1
+    counts: int = 1
 
     def bind(self, rows: int) -> Kernel:
         """Return the kernels at a number of rows."""
         dims = tuple(bind(d, rows) for d in self.dims)
-        flops, moved = bind(self.flops, rows), bind(self.bytes, rows)
-        return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op, self.formula, self.shared)
+        rest = self.count, self.lowering, self.op, self.formula, self.shared, self.counts
+        return Kernel(self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), *rest)
 
 
 @dataclass(frozen=True, slots=True)

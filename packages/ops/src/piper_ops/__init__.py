@@ -1,11 +1,12 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
 Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
-`piper::cross_entropy` with their gradients, those of `vocabulary`, and the collectives inside of steps. Other packages
-import what they need from here.
+`piper::cross_entropy` with their gradients, those of `vocabulary` and `context`, and the collectives inside of steps.
+Other packages import what they need from here.
 """
 
-from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
+from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
+from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.frames import is_model_code
@@ -57,6 +58,10 @@ __all__ = [
     "attention_dgrad",
     "attention_lowering",
     "backward_step",
+    "context_add",
+    "context_add_",
+    "context_merge",
+    "context_take",
     "cpu_workspace",
     "cross_entropy",
     "cross_entropy_dgrad",
@@ -82,6 +87,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_dgrad",
     "rms_norm_wgrad",
+    "shift",
     "storage_key",
     "user_line",
 ]

@@ -52,3 +52,6 @@ reduce_scatter = define("reduce_scatter", _SCHEMA, _own, _elsewhere)
 
 all_to_all = define("all_to_all", _SCHEMA, _same, _elsewhere)
 """An op that sends element k of the leading dimension to device k, and stacks what comes in by where it came from."""
+
+shift = define("shift", _SCHEMA, _same, _elsewhere)
+"""An op that sends a tensor to the next device of an axis, the last one to the first, and returns what comes in."""

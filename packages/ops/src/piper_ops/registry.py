@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from piper_ops import losses, norms, sdpa, vocabulary
+from piper_ops import context, losses, norms, sdpa, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PortableOp:
     """
 
     name: str
-    kind: Literal["attention", "norm", "loss", "embedding"]
+    kind: Literal["attention", "norm", "loss", "embedding", "elementwise"]
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
     forward: Formula
@@ -201,6 +201,21 @@ def embedding_part_dgrad_bytes(call: Call) -> int:
     return call.tensor("indices").nbytes + 2 * call.tensor("grad").nbytes + table.nbytes
 
 
+def context_take_bytes(call: Call) -> int:
+    """Count what is read and written: of tokens of several devices only those that are taken are read."""
+    return 2 * call.outs[0].nbytes
+
+
+def context_add_in_place_bytes(call: Call) -> int:
+    """Count what is added, and what it is added to, read and written."""
+    return 3 * call.tensor("more").nbytes
+
+
+def context_merge_flops(call: Call) -> int:
+    """Count FLOPs per number that is merged: subtract, scale, add."""
+    return 3 * call.tensor("more").numel()
+
+
 PORTABLE: Mapping[str, PortableOp] = {
     record.name: record
     for record in (
@@ -254,6 +269,34 @@ PORTABLE: Mapping[str, PortableOp] = {
             outputs=("loss", "logsumexp"),
             saved=(),
             forward=Formula(vocabulary.cross_entropy_joined, _per_element("statistics", cross_entropy_joined_flops)),
+        ),
+        PortableOp(
+            "context_take",
+            "elementwise",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(context.context_take, lambda call: 0, bytes=context_take_bytes),
+        ),
+        PortableOp(
+            "context_add",
+            "elementwise",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(context.context_add, lambda call: call.tensor("more").numel()),
+        ),
+        PortableOp(
+            "context_add_",
+            "elementwise",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(context.context_add_, lambda call: call.tensor("more").numel(), bytes=context_add_in_place_bytes),
+        ),
+        PortableOp(
+            "context_merge",
+            "elementwise",
+            outputs=("out", "logsumexp"),
+            saved=(),
+            forward=Formula(context.context_merge, context_merge_flops),
         ),
         PortableOp(
             "embedding_part",

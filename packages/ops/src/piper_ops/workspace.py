@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper_ops import losses, sdpa, vocabulary
+from piper_ops import context, losses, sdpa, vocabulary
 from piper_ops.costs import call_of
 from piper_ops.library import OP_KERNELS, accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
@@ -136,6 +136,11 @@ def _embedding_part(call: Call) -> Workspace:
     return Workspace(peak_bytes_inside(OP_KERNELS[vocabulary.embedding_part], *map(_on_meta, call.args.values())))
 
 
+def _context_merge(call: Call) -> Workspace:
+    """Count what the kernel holds while it runs on meta tensors: it is Python."""
+    return Workspace(peak_bytes_inside(OP_KERNELS[context.context_merge], *map(_on_meta, call.args.values())))
+
+
 def _embedding_part_dgrad(call: Call) -> Workspace:
     """Count the places of the numbers in a device's part. Before these are found, the table is not there yet."""
     return Workspace(8 * call.tensor("indices").numel())
@@ -245,6 +250,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     vocabulary.cross_entropy_joined: _cross_entropy_joined,
     vocabulary.embedding_part: _embedding_part,
     vocabulary.embedding_part_dgrad: _embedding_part_dgrad,
+    context.context_merge: _context_merge,
     sdpa.attention: _attention,
     sdpa.attention_dgrad: _attention_dgrad,
 }

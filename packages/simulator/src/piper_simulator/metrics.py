@@ -54,7 +54,7 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
     visited = _visited(plan, plan.rows * tokens_per_row)
     n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.whole_params)
     kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
-    attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count * k.shared for k in kernels)
+    attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count * k.shared * k.counts for k in kernels)
     return 6 * n * plan.global_batch * tokens_per_row + 3 * attention * plan.microbatches * plan.replicas
 
 

@@ -165,7 +165,7 @@ def _literal(value: Any) -> str:
         case fx.Node():
             return str(value.target) if value.op == "get_attr" else value.name
         case Coordinate():
-            return f"PLACE[{value.axis!r}]"
+            return f"{'-1 - ' if value.mirrored else ''}PLACE[{value.axis!r}]"
         case None | bool() | int() | str():
             return repr(value)
         case float():

@@ -108,7 +108,8 @@ class CodeStore:
         The names `params` count where indexes are named.
         """
         named = f" {params}" if any(s.index for s in asked) else ""
-        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}".encode()).hexdigest()[:16]
+        ways = "".join(f" {s.over} {s.way}" for s in asked if s.way)
+        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}{ways}".encode()).hexdigest()[:16]
         recipe = replace(self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params)
         self._recipes.setdefault(made, recipe)
         return made

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 
 class Coordinate(int):
-    """Stand for a device's place along an axis; as a number it is the first place."""
+    """Stand for a device's place along an axis; as a number it is the first place.
+
+    A mirrored one is counted from behind, as torch does: -1 for the first place.
+    """
 
     axis: str
+    mirrored: bool
 
-    def __new__(cls, axis: str) -> Coordinate:
-        made = super().__new__(cls, 0)
-        made.axis = axis
+    def __new__(cls, axis: str, mirrored: bool = False) -> Coordinate:
+        made = super().__new__(cls, -1 if mirrored else 0)
+        made.axis, made.mirrored = axis, mirrored
         return made
 
+    def at(self, place: int) -> int:
+        """Return the number that it is on the device at a place."""
+        return -1 - place if self.mirrored else place
+
     def __repr__(self) -> str:
-        return f"Coordinate({self.axis!r})"
+        return f"Coordinate({self.axis!r}{', mirrored=True' if self.mirrored else ''})"

@@ -10,7 +10,7 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.layout import StepCollective
-from piper_ops import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
+from piper_ops import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 
 KINDS: dict[Any, str] = {
     all_reduce: "all_reduce",
@@ -18,6 +18,7 @@ KINDS: dict[Any, str] = {
     all_gather: "all_gather",
     reduce_scatter: "reduce_scatter",
     all_to_all: "all_to_all",
+    shift: "shift",
 }
 """The ops that stand for collectives, each with its kind."""
 

@@ -24,7 +24,7 @@ from torch import fx
 from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import StepGraph
-from piper_ops import all_reduce, all_reduce_
+from piper_ops import all_reduce, all_reduce_, context_add, context_add_
 
 aten = torch.ops.aten
 
@@ -59,6 +59,7 @@ FORMS: Mapping[OpOverload, InPlace] = {
     aten.tanh_backward.default: InPlace(aten.tanh_backward.grad_input, out="grad_input"),
     aten.sigmoid_backward.default: InPlace(aten.sigmoid_backward.grad_input, out="grad_input"),
     all_reduce: InPlace(all_reduce_),
+    context_add: InPlace(context_add_),
     aten.threshold_backward.default: InPlace(aten.threshold_backward.grad_input, out="grad_input"),
 }
 """The ops with an in-place form whose kernel reads of that argument only the element that it writes next."""

@@ -16,14 +16,20 @@ from piper_ops import KernelInfo, kernel_of
 
 SHARED = "shared_by"
 """The key of a node's meta that says among how many devices its work is shared."""
+COUNTS = "counts"
+"""The key of a node's meta that says how often its products count in model FLOPs."""
 
 
 def cost(step: StepGraph) -> Cost:
     """Return the kernels one by one, in the order of their launch."""
     found = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
     made = listed(aliasing.asked(kernel_of, n) for n in found)
-    shared = [n.meta.get(SHARED, 1) for n in found]
-    return Cost(tuple([replace(k, shared=by) if by > 1 else k for k, by in zip(made.kernels, shared, strict=True)]))
+    return Cost(tuple([_noted(kernel, node) for kernel, node in zip(made.kernels, found, strict=True)]))
+
+
+def _noted(kernel: Kernel, node: fx.Node) -> Kernel:
+    shared, counts = node.meta.get(SHARED, 1), node.meta.get(COUNTS, 1)
+    return replace(kernel, shared=shared, counts=counts) if shared > 1 or counts > 1 else kernel
 
 
 def listed(launched: Iterable[KernelInfo]) -> Cost:

@@ -29,13 +29,17 @@ POLICIES: Mapping[str, frozenset[str]] = {
     "inputs": frozenset(),
 }
 """The kinds of kernels whose results each policy keeps."""
+MERGES = ("context_merge",)
+"""The ops whose results are those of attention, over the keys of several devices."""
 
 
 def keeps(policy: str, node: fx.Node) -> bool:
     """Return whether F keeps a tensor that backward needs."""
     kernel = aliasing.asked(kernel_of, aliasing.producer(node))
     kinds = POLICIES.get(policy)
-    return kernel.op in policy.split("+") if kinds is None else kernel.kind in kinds
+    if kinds is None:
+        return kernel.op in policy.split("+")
+    return kernel.kind in kinds or (kernel.op in MERGES and "attention" in kinds)
 
 
 def made_again(

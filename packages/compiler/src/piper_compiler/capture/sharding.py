@@ -14,6 +14,7 @@ from piper_compiler.capture.layouts import (
     Sharded,
     check_asked,
     common_degrees,
+    ordered,
     split_degrees,
 )
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
@@ -46,6 +47,7 @@ def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, .
     params = params_of(captured.program)
     joints = {code: captured.code.joint(code, TRACE_ROWS[0][0]) for code in params}
     ids = {c.code: c.id for c in reversed(captured.program.chunks)}
+    asked = tuple(ordered(one, joints.values()) if one.context else one for one in asked)
     for one in asked:
         if one.index:
             check_asked({ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, one)

@@ -69,14 +69,14 @@ class Fitter:
         return Cost(tuple(replace(self._kernel(step, kernels), count=n) for kernels, n in launched.items()))
 
     def _kernel(self, step: Step, kernels: Sequence[Kernel]) -> Kernel:
-        if len({(k.kind, k.dtype, len(k.dims), k.lowering, k.op, k.shared) for k in kernels}) != 1:
+        if len({(k.kind, k.dtype, len(k.dims), k.lowering, k.op, k.shared, k.counts) for k in kernels}) != 1:
             raise NotAffine(f"step {step} launches other kernels")
         what = f"{kernels[0].kind} kernel of step {step}"
         dims = tuple(self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True))
         flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
         moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
         first = kernels[0]
-        return Kernel(first.kind, dims, first.dtype, flops, moved, 1, first.lowering, first.op, first.formula, first.shared)
+        return replace(first, dims=dims, flops=flops, bytes=moved, count=1)
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]

@@ -6,8 +6,8 @@
 What is shared are indexes of the model: its heads, the hidden elements of its feed-forward parts, the vocabulary of its
 embedding, output head and loss. They are found in the captured graph, and the parameters follow. An index whose size
 the devices cannot share evenly stays whole, and so does a parameter that two chunks cannot share alike. With
-index="tokens" each device computes its tokens of every op; around attention, which needs all of them, the devices
-exchange tokens for heads.
+index="tokens" each device computes its tokens of every op. Attention needs all of them: around it the devices exchange
+tokens for heads, or keys and values go around in a ring, or are gathered.
 
 Legality
  1. It stands before every other directive, and selects all chunks.
@@ -15,7 +15,8 @@ Legality
  3. `stream` is "" or "tokens", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
  5. Of several, each is over an axis of its own, and one at most shares the tokens, one at most anything else.
- 6. `index` is a text, or a tuple of texts, and `attention` is "heads".
+ 6. `index` is a text, or a tuple of texts.
+ 7. `attention` is "heads", "ring" or "gather", `order` is "", "zigzag" or "blocks"; both are said with index="tokens".
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from piper_ir.select import Where, where
 
 STREAMS = ("", "tokens")
 TOKENS = "tokens"
-ATTENTION = ("heads",)
+ATTENTION = ("heads", "ring", "gather")
+ORDERS = ("", "zigzag", "blocks")
 
 
 @directive
@@ -47,7 +49,11 @@ class Shard:
             parallelism; Korthikanti et al., arXiv 2205.05198).
         keep: whether what the forward gathers for it is kept for the backward, and not gathered again.
         attention: how attention is computed where tokens are shared: "heads" exchanges tokens for heads around it
-            (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509).
+            (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509), "ring" sends keys and values from device to device
+            (Liu et al., arXiv 2310.01889), "gather" gathers them.
+        order: which tokens a device has then: "blocks", or one block from the front and one from the back ("zigzag"),
+            with which a causal ring gives all devices equal work. It is "zigzag" by itself for "ring" and "gather"
+            where attention is causal.
         site: where the user wrote it.
     """
 
@@ -57,6 +63,7 @@ class Shard:
     stream: str = ""
     keep: bool = False
     attention: str = "heads"
+    order: str = ""
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
@@ -85,8 +92,12 @@ class Shard:
         ):
             raise fail(self, 6, f"index={self.index!r}; the name of an index, or a tuple of names, is accepted")
         if not isinstance(self.attention, str) or self.attention not in ATTENTION:
-            text = f'attention={self.attention!r}; "heads" is accepted: a ring, or gathered keys, are not there yet'
-            raise fail(self, 6, text)
+            raise fail(self, 7, f'attention={self.attention!r}; "heads", "ring" or "gather" is accepted')
+        if not isinstance(self.order, str) or self.order not in ORDERS:
+            raise fail(self, 7, f'order={self.order!r}; "zigzag" or "blocks" is accepted, or "" to choose')
+        for name, given, usual in (("attention", self.attention, "heads"), ("order", self.order, "")):
+            if given != usual and not self.context:
+                raise fail(self, 7, f'{name}={given!r} says how the tokens of attention are shared; write index="tokens", too')
 
     @property
     def context(self) -> bool:
@@ -119,7 +130,10 @@ def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding,
             if before.over == item.over or before.context == item.context:
                 text = f"{describe(before)} shares the same already, over {before.over}; keep one of the two"
                 raise fail(item, 5, text)
-    return tuple(Sharding(d.over, mesh.size(d.over), d.names, d.stream, d.keep, context=d.context) for d in wide)
+    return tuple(
+        Sharding(d.over, mesh.size(d.over), d.names, d.stream, d.keep, context=d.context, attention=d.attention, order=d.order)
+        for d in wide
+    )
 
 
 def shared_axes(graph: Graph, axes: Iterable[str]) -> str:

@@ -99,13 +99,14 @@ def tensor_parallel(*, sequence: bool = False) -> tuple[Directive, ...]:
     return (shard(where(), over="tp", stream="tokens" if sequence else ""),)
 
 
-def context_parallel() -> tuple[Directive, ...]:
+def context_parallel(*, attention: str = "heads", order: str = "") -> tuple[Directive, ...]:
     """Let the devices along the mesh axis cp compute their tokens of every op; see `shard`.
 
-    Around attention they exchange tokens for heads. It composes with `tensor_parallel`, written before it, and with the
+    Attention is computed by exchanging tokens for heads, in a "ring", or with keys that each device has to "gather";
+    `order` says which tokens a device has. It composes with `tensor_parallel`, written before it, and with the
     recipes written after it.
     """
-    return (shard(where(), over="cp", index="tokens"),)
+    return (shard(where(), over="cp", index="tokens", attention=attention, order=order),)
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:

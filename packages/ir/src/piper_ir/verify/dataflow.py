@@ -120,7 +120,7 @@ class _Dataflow:
                 return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
             case "sum":
                 whole: Mapping[str, _Origin] = dict.fromkeys(reads, total)
-            case "first" | "blocks":
+            case "first" | "blocks" | "previous":
                 whole = reads
             case _:
                 assert_never(law.result)

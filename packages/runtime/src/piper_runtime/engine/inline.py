@@ -286,6 +286,8 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
                 whole += other
         case "first":
             whole = given[0].clone()
+        case "previous":
+            return [given[k - 1].clone() for k in range(len(given))]
         case _:
             assert_never(law.result)
     return list(whole.chunk(len(given))) if law.writes == "part" else [whole] * len(given)

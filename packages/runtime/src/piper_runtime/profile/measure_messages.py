@@ -104,7 +104,7 @@ class Messages:
         """Return a collective bound to tensors of its own, and a tensor of the size of its message."""
         law, n = law_of(kind), len(members)
         if not law.blocks:
-            return _bound(kind, members, tensor), tensor
+            return _bound(kind, members, tensor, None if law.in_place else torch.empty_like(tensor)), tensor
         each = -(-tensor.numel() // n)
         ends = {"whole": each * n, "part": each}
         given, got = (torch.zeros(ends[extent], device=self._device) for extent in (law.reads, law.writes))

@@ -173,11 +173,31 @@ def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch
     return wait
 
 
+def _shift(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
+    operand, result = comm.operand, comm.result
+    assert result is not None
+    source, target = (members.here - 1) % members.size, (members.here + 1) % members.size
+
+    def start() -> Thunk:
+        given, got = operand(), result()
+        _check_dense(given, got)
+        works = [members.group.recv([got], source, 0), members.group.send([given], target, 0)]
+
+        def wait() -> None:
+            for work in works:
+                _finish_holding(work, given, got)
+
+        return wait
+
+    return start
+
+
 BINDINGS: dict[str, GlooBinding] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "shift": _shift,
 }
 """The bindings of gloo, by kind of collective."""
 

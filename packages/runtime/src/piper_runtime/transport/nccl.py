@@ -104,10 +104,26 @@ def _all_to_all(group: Any, comm: BoundComm) -> Thunk:
     return lambda: void(group.alltoall_base(result(), comm.operand(), [], [], options))
 
 
+def _shift(group: Any, comm: BoundComm) -> Thunk:
+    """Issue an all-to-all in which only the next member gets something: as two messages it would leave the stream."""
+    options, operand, result = on_this_stream(c10d.AllToAllOptions()), comm.operand, comm.result
+    assert result is not None
+    here, size = group.rank(), group.size()
+
+    def run() -> None:
+        given, got = operand().view(-1), result().view(-1)
+        to = [given.numel() if k == (here + 1) % size else 0 for k in range(size)]
+        source = [got.numel() if k == (here - 1) % size else 0 for k in range(size)]
+        void(group.alltoall_base(got, given, source, to, options))
+
+    return run
+
+
 BINDINGS: dict[str, NcclBinding] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "shift": _shift,
 }
 """The bindings of NCCL, by kind of collective."""

@@ -8,6 +8,7 @@ message, and what they pass through:
                                                 members
     all_gather, reduce_scatter   (n - 1) / n    the same ring, half of the way
     all_to_all                   (n - 1) / n    1 / (n - 1) of them to each other member, as if point-to-point
+    shift                        1              all of it to the next member, as if point-to-point
 
 A rank of an all-to-all reads what it sends and writes what it receives, and so does a rank of a reduction; both touch 2
 bytes of memory per wire byte. Sources are those of the durations (`piper_simulator.durations.communication`).

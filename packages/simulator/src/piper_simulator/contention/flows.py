@@ -273,6 +273,8 @@ def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
             return _through(Route(law.wire(n), 2), [passes(wires, members, False) for members in groups], wires)
         case "pairs":
             return _through(Route(law.wire(n), 2), [_to_all(members, wires) for members in groups], wires)
+        case "next":
+            return _through(Route(law.wire(n), 2), [_to_next(members, wires) for members in groups], wires)
         case _:
             assert_never(law.route)
 
@@ -289,6 +291,15 @@ def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
     for pair in permutations(members, 2):
         for resource, times in passes(wires, pair, p2p=True).items():
             out[resource] = out.get(resource, 0.0) + times / (len(members) - 1)
+    return out
+
+
+def _to_next(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
+    """Return how often a rank's wire bytes pass through each resource when each sends them to the one behind it."""
+    out: dict[Resource, float] = {}
+    for k in range(len(members) if len(members) > 1 else 0):
+        for resource, times in passes(wires, (members[k - 1], members[k]), p2p=True).items():
+            out[resource] = out.get(resource, 0.0) + times
     return out
 
 

@@ -105,6 +105,8 @@ def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGro
     match law.route:
         case "pairs":
             return _all_to_all(network, links, nbytes, of, imbalance)
+        case "next":
+            return _point_to_point(network, links, nbytes, of)
         case "ring" if links.communication == "nccl":
             bandwidth = bus_bandwidth(network, links, of)
             ranks = nccl.Ranks(of.ranks, of.nodes, links.intra_kind, bandwidth, _network(network, links, of))

@@ -14,6 +14,7 @@ from torch import fx
 
 from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
 from piper_compiler.capture.layouts.choice import SharedChunk, common_degrees, share, shareable, split_degrees, steps_of, uneven
+from piper_compiler.capture.layouts.context import ordered
 from piper_compiler.capture.layouts.decide import Decision, decided
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.layouts.names import AskedIndexes, ParamNames
@@ -29,6 +30,7 @@ __all__ = [
     "Sharded",
     "check_asked",
     "common_degrees",
+    "ordered",
     "parted",
     "shareable",
     "shared_joint",

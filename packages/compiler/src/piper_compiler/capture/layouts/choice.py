@@ -16,6 +16,8 @@ from math import gcd, prod
 import torch
 from torch import fx
 
+from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
+from piper_compiler.capture.layouts.context import ZIGZAG
 from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
@@ -103,6 +105,10 @@ class _Claim:
     def nests(self) -> tuple[Nested, ...]:
         return (*self.weights, *self.stream, *self.inside)
 
+    def halved(self, nest: Nested) -> bool:
+        """Return whether each device has two blocks of a nest, in zigzag order."""
+        return self.asked.order == ZIGZAG and nest in self.stream
+
 
 @dataclass(frozen=True)
 class _Chosen:
@@ -127,15 +133,19 @@ class _Chosen:
             numbers.sort(key=lambda n: (nest in self.claims[n].inside, not self.claims[n].asked.context))
         return found
 
+    def halves(self, nest: Nested, numbers: Sequence[int]) -> int:
+        """Return into how many parts a nest is cut before devices take steps of it."""
+        return 2 if any(self.claims[n].halved(nest) for n in numbers) else 1
+
 
 def split_degrees(joint: Joint, asked: Sequence[Sharding], params: ParamNames = ()) -> tuple[tuple[int, ...], ...]:
     """Return the degrees into which each axis must be split to share the indexes of a chunk."""
     chosen = _chosen(joint, asked, (), params)
     points: list[set[int]] = [{1, claim.asked.degree} for claim in chosen.claims]
     for nest, numbers in chosen.of_nests().items():
-        steps = steps_of(nest, prod(chosen.claims[n].asked.degree for n in numbers)) or ()
+        first = chosen.halves(nest, numbers)
+        steps = steps_of(nest, first * prod(chosen.claims[n].asked.degree for n in numbers)) or ()
         ends = [prod(steps[: k + 1]) for k in range(len(steps))]
-        first = 1
         for number in numbers:
             degree = chosen.claims[number].asked.degree
             points[number] |= {end // first for end in ends if first < end < first * degree}
@@ -157,7 +167,8 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
     for one in asked:
         stream = tuple(_tokens(joint, first)) if one.stream or one.context else ()
         if one.context:
-            inside = tuple(nest for nest in heads if steps_of(nest, tensor * one.degree) is not None)
+            heads_too = heads if one.attention == HEADS_AROUND else ()
+            inside = tuple(nest for nest in heads_too if steps_of(nest, tensor * one.degree) is not None)
             claims.append(_Claim(one, (), stream, inside))
             continue
         wanted = AskedIndexes(one.index, params).among(joint, first, nests)
@@ -171,11 +182,43 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
 
 def _check_tokens(chosen: _Chosen) -> None:
     for nest, numbers in chosen.of_nests().items():
-        degree, size = prod(chosen.claims[n].asked.degree for n in numbers), prod(i.size for i in nest)
-        if any(nest in claim.stream for claim in chosen.claims) and steps_of(nest, degree) is None:
+        claims, size = [chosen.claims[n] for n in numbers], prod(i.size for i in nest)
+        if not any(nest in claim.stream for claim in claims):
+            continue
+        degree, halves = prod(claim.asked.degree for claim in claims), chosen.halves(nest, numbers)
+        if halves > 1:
+            _check_zigzag(nest, claims, size)
+        elif steps_of(nest, degree) is None:
             raise DirectiveError(
                 f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
             )
+        for claim in claims:
+            if claim.asked.attention != HEADS_AROUND and nest[0].size % (halves * claim.asked.degree):
+                raise DirectiveError(
+                    f'attention="{claim.asked.attention}" over {claim.asked.over}: an op takes the {size} tokens as '
+                    f'{nest[0].size} blocks, which {claim.asked.degree} devices cannot share; use attention="heads"'
+                )
+
+
+def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
+    """Raise DirectiveError where the devices of an axis in zigzag order cannot have two equal blocks of tokens each."""
+    context = next(claim.asked for claim in claims if claim.halved(nest))
+    others = prod(claim.asked.degree for claim in claims) // context.degree
+
+    def fits(degree: int) -> bool:
+        return steps_of(nest, 2 * degree * others) is not None
+
+    if fits(context.degree) and nest[0].size % (2 * context.degree) == 0:
+        return
+    fitting = [d for d in range(1, size + 1) if d != context.degree and fits(d)]
+    nearest = min(fitting, key=lambda d: (abs(d - context.degree), d), default=0)
+    beside = f", with {others} more for each," if others > 1 else ""
+    instead = [f"{nearest} devices can share them so"] * (nearest > 0)
+    instead += [f'{context.degree} can with order="blocks"'] * (steps_of(nest, context.degree * others) is not None)
+    raise DirectiveError(
+        f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} in zigzag order, of which each "
+        f"has two blocks; {', '.join(instead)}"
+    )
 
 
 def _heads(indexes: Indexed) -> tuple[Nested, ...]:
@@ -192,22 +235,28 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
     chosen = _chosen(joint, asked, kept, params)
     first, of_nests = chosen.indexes, chosen.of_nests()
     places: dict[tuple[Nested, int], list[_Place]] = {}
+    halves: dict[Nested, _Place] = {}
     for nest, numbers in of_nests.items():
         degrees = [(n, size) for n in numbers for _, size in asked[n].axes]
-        for place, (number, _) in zip(_places(first, nest, [size for _, size in degrees]), degrees, strict=True):
+        halved = [2] if chosen.halves(nest, numbers) > 1 else []
+        found = list(_places(first, nest, [*halved, *(size for _, size in degrees)]))
+        if halved:
+            halves[nest] = found.pop(0)
+        for place, (number, _) in zip(found, degrees, strict=True):
             places.setdefault((nest, number), []).append(place)
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
-    for place in (p for each in places.values() for p in each):
+    for place in (p for each in (*places.values(), halves.values()) for p in each):
         cuts.setdefault((place.key, place.dim), set()).update({place.inner, place.inner * place.size} - {1})
     cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
     axes = []
     for number, claim in enumerate(chosen.claims):
         for k, (name, size) in enumerate(claim.asked.axes):
-            found = [
+            weights, stream, inside = (
                 frozenset(_found(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
-            ]
-            axes.append(SharedAxis(name, size, *found))
+            )
+            within = {_found(cut, places[n, number][k]): _found(cut, halves[n]) for n in claim.stream if claim.halved(n)}
+            axes.append(SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within))
     unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
     return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -78,29 +78,43 @@ def _converted(
     now, then = before[first], want[first]
     others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
     axis = joined_axis(axes, first, last)
+
+    def at(index: LoopIndex) -> DimPlace:
+        return DimPlace(*place_in(dims, index, others), index in axis.halves)
+
     match now, then:
         case LoopIndex(), None:
-            return _gather(emit, source, place_in(dims, now, others), axis)
+            return _gather(emit, source, at(now), axis)
         case None, LoopIndex():
-            return _own(emit, source, place_in(dims, then, others), axis)
+            return _own(emit, source, at(then), axis)
         case _, None if now is SUM:
             return emit.call(all_reduce, source, axis.name, axis.degree)
         case _, LoopIndex() if now is SUM:
-            return _scatter(emit, source, place_in(dims, then, others), axis)
+            return _scatter(emit, source, at(then), axis)
         case LoopIndex(), LoopIndex():
-            return _exchange(emit, source, place_in(dims, now, others), place_in(dims, then, others), axis)
+            return _exchange(emit, source, at(now), at(then), axis)
         case LoopIndex(), _:
-            return _spread(emit, source, place_in(dims, now, others), axis)
+            return _spread(emit, source, at(now), axis)
         case None, _ if then is SUM:
             return _first(emit, source, axis)
     raise AssertionError(f"from {now} to {then}")
 
 
-DimPlace = tuple[int, int]
-"""A dimension, and the steps of the factors outside of an index there, on one device of the other axes."""
+class DimPlace(NamedTuple):
+    """Say where an index is, on one device of the other axes.
+
+    Attributes:
+        dim: the dimension.
+        outer: the steps of the factors outside of the index there.
+        mirrored: whether devices are counted from behind in every second of these steps.
+    """
+
+    dim: int
+    outer: int
+    mirrored: bool = False
 
 
-def place_in(dims: TensorDims, index: LoopIndex, others: set[LoopIndex]) -> DimPlace:
+def place_in(dims: TensorDims, index: LoopIndex, others: set[LoopIndex]) -> tuple[int, int]:
     """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)
@@ -123,16 +137,46 @@ def _exchange(emit: Emitter, source: fx.Node, now: DimPlace, then: DimPlace, axi
 
 def _own(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     """Take the device's part of a tensor that it has whole."""
-    dim, outer = place
+    dim, outer, mirrored = place
     shape = list(aliasing.tensor(source).shape)
     split = _viewed(emit, source, [*shape[:dim], outer, axis.degree, shape[dim] // outer // axis.degree, *shape[dim + 1 :]])
-    own = emit.call(aten.select.int, split, dim + 1, Coordinate(axis.name))
+    own = (
+        _selected(emit, split, dim, axis.name) if mirrored else emit.call(aten.select.int, split, dim + 1, Coordinate(axis.name))
+    )
     return _viewed(emit, _dense(emit, own), [*shape[:dim], shape[dim] // axis.degree, *shape[dim + 1 :]])
+
+
+def _selected(emit: Emitter, split: fx.Node, dim: int, axis: str) -> fx.Node:
+    """Return the device's place of [outer, degree], counted from behind in every second of the outer steps."""
+    halves = _halved(emit, split, dim)
+    own = [
+        emit.call(aten.select.int, emit.call(aten.select.int, halves, dim + 1, k), dim + 1, Coordinate(axis, mirrored=k == 1))
+        for k in range(2)
+    ]
+    return emit.call(aten.stack.default, own, dim + 1)
+
+
+def _halved(emit: Emitter, split: fx.Node, dim: int) -> fx.Node:
+    """Return a tensor whose dimension is [outer, ...] with that as [outer / 2, 2, ...]."""
+    shape = list(aliasing.tensor(split).shape)
+    return _viewed(emit, split, [*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :]])
+
+
+def _turned(emit: Emitter, split: fx.Node, dim: int) -> fx.Node:
+    """Return a tensor of dimensions [outer, degree] from `dim` on, with every second step of the outer turned around.
+
+    Doing it twice changes nothing.
+    """
+    shape = list(aliasing.tensor(split).shape)
+    halves = _halved(emit, _dense(emit, split), dim)
+    first, second = (emit.call(aten.select.int, halves, dim + 1, k) for k in range(2))
+    both = emit.call(aten.stack.default, [first, emit.call(aten.flip.default, second, [dim + 1])], dim + 1)
+    return _viewed(emit, both, shape)
 
 
 def _spread(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
     """Put the device's part where it belongs in a tensor of zeros, which makes it a term of the sum."""
-    dim, outer = place
+    dim, outer, mirrored = place
     value = aliasing.tensor(source)
     shape = list(value.shape)
     rest = shape[dim] // outer
@@ -140,6 +184,7 @@ def _spread(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -
     zeros = emit.call(aten.zeros.default, wide, dtype=value.dtype, device=value.device)
     part = _viewed(emit, source, [*shape[:dim], outer, rest, *shape[dim + 1 :]])
     placed = emit.call(aten.select_scatter.default, zeros, part, dim + 1, Coordinate(axis.name))
+    placed = _turned(emit, placed, dim) if mirrored else placed
     return _viewed(emit, placed, [*shape[:dim], shape[dim] * axis.degree, *shape[dim + 1 :]])
 
 
@@ -151,10 +196,11 @@ def _first(emit: Emitter, source: fx.Node, axis: SharedAxis) -> fx.Node:
 
 def _stacked(emit: Emitter, source: fx.Node, place: DimPlace, degree: int) -> fx.Node:
     """Return a tensor with the blocks along a dimension stacked along a new leading one."""
-    dim, outer = place
+    dim, outer, mirrored = place
     shape = list(aliasing.tensor(source).shape)
     rest = shape[dim] // outer // degree
     split = _viewed(emit, _dense(emit, source), [*shape[:dim], outer, degree, rest, *shape[dim + 1 :]])
+    split = _turned(emit, split, dim) if mirrored else split
     rank = len(shape) + 2
     order = [dim + 1, *(d for d in range(rank) if d != dim + 1)]
     first = split if order == sorted(order) else _dense(emit, emit.call(aten.permute.default, split, order))
@@ -163,12 +209,13 @@ def _stacked(emit: Emitter, source: fx.Node, place: DimPlace, degree: int) -> fx
 
 def _merged(emit: Emitter, stacked: fx.Node, place: DimPlace) -> fx.Node:
     """Return stacked blocks as one dimension: what `_stacked` takes apart."""
-    dim, outer = place
+    dim, outer, mirrored = place
     degree, *shape = aliasing.tensor(stacked).shape
     split = _viewed(emit, stacked, [degree, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]])
     rank = len(shape) + 2
     order = [*range(1, dim + 2), 0, *range(dim + 2, rank)]
     back = split if order == sorted(order) else _dense(emit, emit.call(aten.permute.default, split, order))
+    back = _turned(emit, back, dim) if mirrored else back
     return _viewed(emit, back, [*shape[:dim], shape[dim] * degree, *shape[dim + 1 :]])
 
 

@@ -16,7 +16,9 @@ from enum import Enum
 import torch
 from torch import fx
 
+from piper_compiler.capture.layouts import context
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
+from piper_compiler.capture.layouts.loops import LoopRewrite
 from piper_compiler.capture.stepgraph import Joint
 
 
@@ -44,6 +46,9 @@ class SharedAxis:
         weights: the indexes that parameters are in parts of.
         stream: the indexes that what crosses between layers is in parts of; empty where it is whole.
         inside: the indexes of ops that cannot be computed in parts of the stream; their results go back into it.
+        attention: how attention is computed in parts of the stream, as a `Sharding` says it.
+        halves: for each index that devices take in zigzag order, the one of two halves right outside of it: in the
+            second half the places are counted from behind.
     """
 
     name: str
@@ -51,6 +56,23 @@ class SharedAxis:
     weights: frozenset[LoopIndex]
     stream: frozenset[LoopIndex] = frozenset()
     inside: frozenset[LoopIndex] = frozenset()
+    attention: str = context.HEADS
+    halves: Mapping[LoopIndex, LoopIndex] = field(default_factory=dict)
+
+    def in_order(self, op: OpIndexes, index: LoopIndex) -> bool:
+        """Return whether the two halves stand right outside of an index in all tensors of an op, where it has halves.
+
+        Else an op would take tokens for neighbours that are none.
+        """
+        half = self.halves.get(index)
+        dims = [dim for tensor in (*op.tensors, *op.results) for dim in tensor if index in dim]
+        return half is None or all(dim.index(index) and dim[dim.index(index) - 1] == half for dim in dims)
+
+    def rewrite(self, op: OpIndexes, index: LoopIndex) -> LoopRewrite | None:
+        """Return how other ops compute an op in parts of an index, if they do."""
+        if index in self.stream and (found := context.rewrite_of(op, index, self.attention)) is not None:
+            return found
+        return op.rewrite(index)
 
 
 @dataclass
@@ -133,7 +155,7 @@ class _Pass:
         """Ask that a tensor is made in parts of an index, and so what is made for it alone."""
         self._asked[key] = index
         op = self._indexes.ops.get(key[0])
-        if op is None or op.parts(index) is None:
+        if op is None or op.parts(index) is None or not self._axis.in_order(op, index):
             return
         for argument, dims in zip(op.keys, op.tensors, strict=True):
             if any(index in dim for dim in dims) and len(argument[0].users) == 1:
@@ -153,9 +175,12 @@ class _Pass:
         index = self._index(node, op, lying)
         wants: list[Along]
         made: list[Along]
+        rewrite = None if index is None else self._axis.rewrite(op, index)
         if index is not None:
-            wants = [index if any(index in dim for dim in dims) else None for dims in op.tensors]
-            made = _made_along(op, index)
+            whole = frozenset[int]() if rewrite is None else rewrite.whole
+            having = [any(index in dim for dim in dims) and k not in whole for k, dims in enumerate(op.tensors)]
+            wants = [index if has else None for has in having]
+            made = _made_along(op, index, rewrite)
             self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
@@ -168,6 +193,8 @@ class _Pass:
         self.decision.made |= {(node, k): how for k, how in enumerate(made)}
         if index in self._axis.inside:
             self._go_back(node, op)
+        if rewrite is not None and index is not None:
+            self.decision.settled |= {(node, k): index for k in rewrite.sums}
         for key, how, want in zip(op.keys, lying, wants, strict=True):
             if how is SUM and want is not SUM:
                 self._settle(key, want)
@@ -177,11 +204,16 @@ class _Pass:
         present = [how for how in lying if isinstance(how, LoopIndex)]
         present += [self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked]
         present.sort(key=lambda i: i not in self._axis.weights)
-        found = next((i for i in present if op.parts(i) is not None or op.rewrite(i) is not None), None)
+        found = next((i for i in present if self._can(op, i)), None)
         if found is None and any(i in self._axis.stream for i in present):
             there = [i for dims in (*op.tensors, *op.results) for dim in dims for i in dim if i in self._axis.inside]
             found = next((i for i in there if op.parts(i) is not None), None)
         return found
+
+    def _can(self, op: OpIndexes, index: LoopIndex) -> bool:
+        """Return whether an op can be computed in parts of an index."""
+        there = op.parts(index) is not None or self._axis.rewrite(op, index) is not None
+        return there and self._axis.in_order(op, index)
 
     def _go_back(self, node: fx.Node, op: OpIndexes) -> None:
         """Let what is made in parts of other indexes than the stream's be found in parts of this by its users."""
@@ -220,8 +252,8 @@ class _Pass:
                 self._settle(key_of(node), want)
 
 
-def _made_along(op: OpIndexes, index: LoopIndex) -> list[Along]:
+def _made_along(op: OpIndexes, index: LoopIndex, rewrite: LoopRewrite | None) -> list[Along]:
     """Return how the results of an op lie that is computed in parts of an index."""
-    rewrite = op.rewrite(index)
     without: Along = SUM if rewrite is None or rewrite.terms else None
-    return [index if any(index in dim for dim in dims) else without for dims in op.results]
+    made: list[Along] = [index if any(index in dim for dim in dims) else without for dims in op.results]
+    return made if rewrite is None else [SUM if k in rewrite.sums else how for k, how in enumerate(made)]

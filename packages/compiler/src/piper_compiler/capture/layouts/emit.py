@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture._torch import FakeTensorMode, OpOverload
+from piper_compiler.capture.kernels import SHARED
 
 KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
 """The keys of a node's meta that say where it comes from."""
@@ -28,11 +29,16 @@ class Emitter:
         self._meta: Mapping[str, Any] | None = None
 
     @contextmanager
-    def like(self, node: fx.Node, late: bool, why: str = "") -> Iterator[None]:
-        """Let all nodes come from where `node` does, in the backward if `late`; `why` says what collectives are for."""
+    def like(self, node: fx.Node, late: bool, why: str = "", shared: int = 1) -> Iterator[None]:
+        """Let all nodes come from where `node` does, in the backward if `late`.
+
+        `why` says what collectives are for, `shared` among how many devices the work is shared.
+        """
         before = self._meta
         tag = "is_backward" if late else "is_forward"
         self._meta = {**{k: node.meta[k] for k in KEPT_META if k in node.meta}, "partitioner_tag": tag, WHY: why}
+        if shared > 1:
+            self._meta = {**self._meta, SHARED: shared}
         try:
             yield
         finally:

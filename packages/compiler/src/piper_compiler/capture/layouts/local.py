@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.kernels import SHARED
 from piper_compiler.capture.layouts.choice import Unshared
+from piper_compiler.capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
 from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
 from piper_compiler.capture.layouts.emit import Emitter
@@ -164,19 +165,25 @@ class _Builder:
     def _emitted(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> list[fx.Node | None]:
         """Add an op, and return the nodes of those of its results that are used."""
         made = self._emit.op(node, op.call.op, named)
-        made.meta[SHARED] = prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
+        made.meta[SHARED] = self._shared(node)
         if not isinstance(node.meta["val"], list | tuple):
             return [made]
         used = {u.args[1] for u in node.users if u.target is operator.getitem}
         return [self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))]
 
+    def _shared(self, node: fx.Node) -> int:
+        """Return among how many devices the work of an op is shared."""
+        return prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
+
     def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
         """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
         indexes = [d.rewritten.get(node) for d in self._decisions]
-        (rewrite,) = {op.rewrite(i) for i in indexes if i is not None} or {None}
+        pairs = zip(self._axes, indexes, strict=True)
+        (rewrite,) = {axis.rewrite(op, i) for axis, i in pairs if i is not None} or {None}
         if rewrite is None:
             return ()
-        with self._emit.like(node, node in self._backward, f"in {title(node)}"):
+        shared = self._shared(node) if op.call.op in ATTENTION else 1
+        with self._emit.like(node, node in self._backward, f"in {title(node)}", shared):
             return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
 
     def _places(self, op: OpIndexes, indexes: Sequence[LoopIndex | None]) -> Iterator[LoopPlace]:
@@ -186,12 +193,12 @@ class _Builder:
         while number < len(indexes):
             last = number + 1
             if (index := indexes[number]) is not None:
-                inside = op.dim(op.rewritten[index])
+                inside = op.dim(op.rewritten[index]) if index in op.rewritten else tokens_of(op)
                 last = joined_until([inside], self._axes, indexes, whole, number)
                 axis = joined_axis(self._axes, number, last)
                 done.update(i for i in indexes[number:last] if i is not None)
                 rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
-                yield LoopPlace(axis.name, axis.degree, rest)
+                yield LoopPlace(axis.name, axis.degree, rest, ZIGZAG if index in axis.halves else BLOCKS)
             number = last
 
     def _result(self, node: fx.Node) -> fx.Node:

@@ -149,11 +149,13 @@ class LoopPlace:
     """Say which steps of a loop a device takes along an axis: of [outer, degree, rest] those of [outer, place, rest].
 
     Where a loop is shared along several axes, the places come in their order, each of what the ones before have left.
+    In the `order` "zigzag" every second place of the outer ones is counted from behind.
     """
 
     axis: str
     degree: int
     rest: int
+    order: str = ""
 
 
 Emit = Callable[["Emitter", Mapping[str, Any], Sequence[LoopPlace]], Sequence[fx.Node]]
@@ -167,10 +169,14 @@ class LoopRewrite:
     Attributes:
         emit: adds these ops.
         terms: whether results that lack the loop are terms of a sum; else they are equal on all devices.
+        whole: the arguments, by number, of which each device needs all, though they have the loop.
+        sums: the results, counted from 0, of which each device makes a term, likewise.
     """
 
     emit: Emit
     terms: bool
+    whole: frozenset[int] = frozenset()
+    sums: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
