@@ -8,7 +8,7 @@ queries: the axis is split into one for the heads and one for the groups, and al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
@@ -171,11 +171,15 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
 
 def _check_tokens(chosen: _Chosen) -> None:
     for nest, numbers in chosen.of_nests().items():
-        degree, size = prod(chosen.claims[n].asked.degree for n in numbers), prod(i.size for i in nest)
+        degree = prod(chosen.claims[n].asked.degree for n in numbers)
         if any(nest in claim.stream for claim in chosen.claims) and steps_of(nest, degree) is None:
-            raise DirectiveError(
-                f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
-            )
+            raise DirectiveError(f"{_tokens_of(nest)} cannot be shared by {degree} devices{_instead(nest, degree)}")
+
+
+def _tokens_of(nest: Nested) -> str:
+    """Return how many tokens there are, and how the model views them where it takes them apart."""
+    size = prod(i.size for i in nest)
+    return f"{size} tokens" + (f", which the model views as {' x '.join(str(i.size) for i in nest)}," if len(nest) > 1 else "")
 
 
 def _heads(indexes: Indexed) -> tuple[Nested, ...]:
@@ -208,8 +212,27 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
                 for nests in (claim.weights, claim.stream, claim.inside)
             ]
             axes.append(SharedAxis(name, size, *found))
+    _check_apart(axes, places, cut)
     unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
     return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
+
+
+def _check_apart(axes: Sequence[SharedAxis], places: Mapping[tuple[Nested, int], Sequence[_Place]], cut: Indexed) -> None:
+    """Raise DirectiveError where two axes share one index, as each is decided without the others.
+
+    That is so where one nest lies within another: tokens viewed as [2, 8], and other values of 8 tokens, on 4 devices.
+    """
+    seen: set[LoopIndex] = set()
+    for axis in axes:
+        shared = axis.weights | axis.stream | axis.inside
+        if twice := shared & seen:
+            nests = {nest for (nest, _), found in places.items() if twice & {_found(cut, place) for place in found}}
+            listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in nests))
+            raise DirectiveError(
+                f"devices cannot share dimensions of {listed} elements, one of which is within the other, along {axis.name} "
+                "and another axis; fewer devices can, or indexes that are named: shard(index=...)"
+            )
+        seen |= shared
 
 
 def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
@@ -305,11 +328,15 @@ def uneven(nest: Nested, degree: int) -> str:
     """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
     if steps_of(nest, degree) is not None:
         return ""
+    return f"{degree} devices cannot share {prod(i.size for i in nest)} evenly{_instead(nest, degree)}"
+
+
+def _instead(nest: Nested, degree: int) -> str:
+    """Return the nearest degree that can share a nest evenly, as the end of an error; "" where none can."""
     size = prod(i.size for i in nest)
     others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
     nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
-    instead = f"; {nearest} can" if nearest else ""
-    return f"{degree} devices cannot share {size} evenly{instead}"
+    return f"; {nearest} can" if nearest else ""
 
 
 def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:

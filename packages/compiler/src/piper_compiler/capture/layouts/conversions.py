@@ -7,7 +7,7 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -76,7 +76,7 @@ def _converted(
     first: int, last: int,
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
-    others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
+    others: set[Along] = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
     axis = joined_axis(axes, first, last)
     match now, then:
         case LoopIndex(), None:
@@ -88,7 +88,10 @@ def _converted(
         case _, LoopIndex() if now is SUM:
             return _scatter(emit, source, place_in(dims, then, others), axis)
         case LoopIndex(), LoopIndex():
-            return _exchange(emit, source, place_in(dims, now, others), place_in(dims, then, others), axis)
+            # both may be in one dimension: what is given has a part of `now` and all of `then`, what is made the reverse
+            given = place_in(dims, then, others.union(before[first:last]))
+            made = place_in(dims, now, others.union(want[first:last]))
+            return _exchange(emit, source, made, given, axis)
         case LoopIndex(), _:
             return _spread(emit, source, place_in(dims, now, others), axis)
         case None, _ if then is SUM:
@@ -100,7 +103,7 @@ DimPlace = tuple[int, int]
 """A dimension, and the steps of the factors outside of an index there, on one device of the other axes."""
 
 
-def place_in(dims: TensorDims, index: LoopIndex, others: set[LoopIndex]) -> DimPlace:
+def place_in(dims: TensorDims, index: LoopIndex, others: Set[Along]) -> DimPlace:
     """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)
