@@ -19,6 +19,7 @@ from tests.compositions import Composition
 
 ANY: Any = piper.shard
 """Takes arguments that a type checker would refuse."""
+ANY_SEQUENCE: Any = "yes"
 PAIR = Mesh(tp=2)
 CASE = Composition("gpt_untied", microbatches=2)
 
@@ -35,6 +36,11 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
     (lambda: ANY(where(), index=5), PAIR, "index=5; the name of an index, or a tuple of names, is accepted"),
     (lambda: ANY(where(), index=["heads"]), PAIR, r"index=\['heads'\]; the name of an index, or a tuple of names, is accepted"),
     (lambda: ANY(where(), attention="ring"), PAIR, "attention='ring'; \"heads\" is accepted"),
+    (
+        lambda: recipes.tensor_parallel(sequence=ANY_SEQUENCE),
+        PAIR,
+        r"sequence='yes'\): True or False is accepted",
+    ),
     (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
     (lambda: piper.shard(where(layer=0)), PAIR, "of 10 nodes are selected; devices share all chunks or none"),
     (lambda: (piper.shard(where()), piper.shard(where())), PAIR, r"shard\(where\(\)\) shares the same already, over tp"),

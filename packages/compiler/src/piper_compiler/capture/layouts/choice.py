@@ -171,9 +171,12 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
 
 def _check_tokens(chosen: _Chosen) -> None:
     for nest, numbers in chosen.of_nests().items():
-        degree = prod(chosen.claims[n].asked.degree for n in numbers)
+        asked = [chosen.claims[n].asked for n in numbers]
+        degree, axes = prod(s.degree for s in asked), ", ".join(f"{s.over}={s.degree}" for s in asked)
         if any(nest in claim.stream for claim in chosen.claims) and steps_of(nest, degree) is None:
-            raise DirectiveError(f"{_tokens_of(nest)} cannot be shared by {degree} devices{_instead(nest, degree)}")
+            raise DirectiveError(
+                f"shard: {_tokens_of(nest)} cannot be shared by {degree} devices ({axes}){_instead(nest, degree)}"
+            )
 
 
 def _tokens_of(nest: Nested) -> str:
@@ -229,8 +232,8 @@ def _check_apart(axes: Sequence[SharedAxis], places: Mapping[tuple[Nested, int],
             nests = {nest for (nest, _), found in places.items() if twice & {_found(cut, place) for place in found}}
             listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in nests))
             raise DirectiveError(
-                f"devices cannot share dimensions of {listed} elements, one of which is within the other, along {axis.name} "
-                "and another axis; fewer devices can, or indexes that are named: shard(index=...)"
+                f"shard: devices cannot share dimensions of {listed} elements, one of which is within the other, along "
+                f"{axis.name} and another axis; fewer devices can"
             )
         seen |= shared
 
