@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
-from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OverlappingCuts, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
@@ -206,36 +206,43 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
     for place in (p for each in places.values() for p in each):
         cuts.setdefault((place.key, place.dim), set()).update({place.inner, place.inner * place.size} - {1})
-    cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
-    axes = []
+    try:
+        cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
+        axes = tuple(_axes(chosen, asked, places, cut))
+    except OverlappingCuts:
+        raise _overlapping(tuple(of_nests)) from None
+    if _twice(axes):
+        raise _overlapping(tuple(of_nests))
+    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
+    return SharedChunk(chosen.joint, cut, axes, unshared)
+
+
+def _axes(
+    chosen: _Chosen, asked: Sequence[Sharding], places: Mapping[tuple[Nested, int], Sequence[_Place]], cut: Indexed
+) -> Iterator[SharedAxis]:
+    """Yield each axis, or those into which it is split, with the indexes that its devices share."""
     for number, claim in enumerate(chosen.claims):
-        for k, (name, size) in enumerate(claim.asked.axes):
+        for k, (name, size) in enumerate(asked[number].axes):
             found = [
                 frozenset(_found(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
             ]
-            axes.append(SharedAxis(name, size, *found))
-    _check_apart(axes, places, cut)
-    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
-    return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
+            yield SharedAxis(name, size, *found)
 
 
-def _check_apart(axes: Sequence[SharedAxis], places: Mapping[tuple[Nested, int], Sequence[_Place]], cut: Indexed) -> None:
-    """Raise DirectiveError where two axes share one index, as each is decided without the others.
+def _twice(axes: Sequence[SharedAxis]) -> bool:
+    """Return whether two axes share one index, which cannot be, as each is decided without the others."""
+    shared = [axis.weights | axis.stream | axis.inside for axis in axes]
+    return len(frozenset[LoopIndex]().union(*shared)) < sum(map(len, shared))
 
-    That is so where one nest lies within another: tokens viewed as [2, 8], and other values of 8 tokens, on 4 devices.
-    """
-    seen: set[LoopIndex] = set()
-    for axis in axes:
-        shared = axis.weights | axis.stream | axis.inside
-        if twice := shared & seen:
-            nests = {nest for (nest, _), found in places.items() if twice & {_found(cut, place) for place in found}}
-            listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in nests))
-            raise DirectiveError(
-                f"shard: devices cannot share dimensions of {listed} elements, one of which is within the other, along "
-                f"{axis.name} and another axis; fewer devices can"
-            )
-        seen |= shared
+
+def _overlapping(nests: Sequence[Nested]) -> DirectiveError:
+    """Return the error for dimensions that are within others, such as 8 tokens and the 2 x 8 of another value."""
+    within = [n for n in nests if any(n != other and set(n) & set(other) for other in nests)]
+    listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in within))
+    return DirectiveError(
+        f"shard: devices cannot share dimensions of {listed} elements, one of which is within the other; fewer devices can"
+    )
 
 
 def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
@@ -324,7 +331,7 @@ def _found(indexes: Indexed, place: _Place) -> LoopIndex:
         if inner == place.inner and index.size == place.size:
             return index
         inner *= index.size
-    raise AssertionError(f"no index at {place}")
+    raise OverlappingCuts
 
 
 def uneven(nest: Nested, degree: int) -> str:
