@@ -355,11 +355,3 @@ class _Classes:
 
     def unite(self, a: int, b: int) -> None:
         self._parents[self.root(a)] = self.root(b)
-
-
-def outer_of(dims: Sequence[tuple[LoopIndex, ...]], index: LoopIndex) -> tuple[int, int] | None:
-    """Return the dimension that an index is in and the steps of the factors outside of it there; None if in none."""
-    for dim, inside in enumerate(dims):
-        if index in inside:
-            return dim, prod(i.size for i in inside[: inside.index(index)])
-    return None
