@@ -128,8 +128,8 @@ def call_of(node: fx.Node) -> tuple[OpCall, tuple[TensorKey, ...]]:
 def indexed(joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] | None = None) -> Indexed:
     """Return the indexes of a chunk; an output has those of its gradient, an input likewise.
 
-    `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests. Raises OverlappingCuts where
-    they do not fit into each other.
+    `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests.
+    Raises OverlappingCuts where they do not fit into each other.
     """
     space = _Space()
     for node in joint.graph.nodes:
