@@ -19,6 +19,7 @@ from tests.test_cli import piper as command
 
 ANY: Any = piper.shard
 """Takes arguments that a type checker would refuse."""
+ANY_SEQUENCE: Any = "yes"
 PAIR = Mesh(tp=2)
 CASE = Composition("gpt_untied", microbatches=2)
 
@@ -38,6 +39,11 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
     (lambda: ANY(where(), index="tokens", order="zag"), PAIR, 'order=\'zag\'; "zigzag" or "blocks" is accepted'),
     (lambda: ANY(where(), attention="ring"), PAIR, "attention='ring' says how the tokens of attention are shared; write index="),
     (lambda: ANY(where(), order="blocks"), PAIR, "order='blocks' says how the tokens of attention are shared; write index="),
+    (
+        lambda: recipes.tensor_parallel(sequence=ANY_SEQUENCE),
+        PAIR,
+        r"sequence='yes'\): True or False is accepted",
+    ),
     (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
     (lambda: piper.shard(where(layer=0)), PAIR, "of 10 nodes are selected; devices share all chunks or none"),
     (lambda: (piper.shard(where()), piper.shard(where())), PAIR, r"shard\(where\(\)\) shares the same already, over tp"),

@@ -140,7 +140,7 @@ def test_what_is_not_legal_is_said(directives: list[Any], message: str) -> None:
 
 
 def test_tokens_that_do_not_divide_are_named() -> None:
-    with pytest.raises(DirectiveError, match="8 tokens cannot be shared by 3 devices; 1 devices can"):
+    with pytest.raises(DirectiveError, match=r"shard: 8 tokens cannot be shared by 3 devices \(tp=3\); 2 can"):
         shared_jobs.compiled("llama", Mesh(tp=3), [], stream="tokens")
 
 

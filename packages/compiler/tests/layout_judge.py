@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.indexes import LoopIndex, OpIndexes, of_call, outer_of
+from piper_compiler.capture.layouts.indexes import LoopIndex, OpIndexes, of_call
 from piper_compiler.capture.layouts.loops import OpCall, place_of
 
 TOLERANCE = 1e-12
@@ -192,3 +192,11 @@ def alike(a: Tensor, b: Tensor) -> bool:
 def _distance(a: Tensor, b: Tensor) -> str:
     same = a.shape == b.shape and a.numel()
     return f"off by {(a.double() - b.double()).abs().max():.1e}" if same else "of another shape"
+
+
+def outer_of(dims: Sequence[tuple[LoopIndex, ...]], index: LoopIndex) -> tuple[int, int] | None:
+    """Return the dimension that an index is in and the steps of the factors outside of it there; None if in none."""
+    for dim, inside in enumerate(dims):
+        if index in inside:
+            return dim, prod(i.size for i in inside[: inside.index(index)])
+    return None

@@ -8,7 +8,7 @@ import pytest
 
 from packages.compiler.tests.layout_graphs import HEADS, HIDDEN, KV, SPELLINGS, E, Graph, chunk_of, spelled
 from packages.compiler.tests.test_layout_rules import CASES
-from piper_compiler.capture.layouts.indexes import LoopIndex
+from piper_compiler.capture.layouts.indexes import LoopIndex, OverlappingCuts, indexed
 from tests.models import CASES as CAPTURED
 from tests.models import MORE, captured
 
@@ -132,3 +132,11 @@ def test_every_op_of_the_suites_models_is_judged_or_unknown(name: str) -> None:
     unknown = {"aten.native_dropout.default", "piper_tests.soft_clip.default", "piper_tests.soft_clip_backward.default"}
     assert ops_of(graphs) - JUDGED <= unknown
     assert set().union(*(graph.unknown() for graph in graphs)) <= unknown
+
+
+def test_cuts_that_do_not_fit_into_each_other_are_said() -> None:
+    """Of 16 elements, blocks of 6 are no whole number of blocks of 4."""
+    joint = captured("llama").code.joint(captured("llama").program.chunks[0].code, 3)
+    embed = next(n for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param")
+    with pytest.raises(OverlappingCuts):
+        indexed(joint, {((embed, 0), 1): {4, 6}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from piper_ir.layout import DimPart, Layout, whole_shape
 from piper_ir.mesh import Mesh
 from piper_runtime.rank import materialize
-from piper_runtime.rank.layouts import OwnParts, part_of, whole_of
+from piper_runtime.rank.layouts import OwnParts, part_of, runs, whole_of
 from piper_runtime.weights import LazyTensors
 from tests.safetensors_writer import write_safetensors
 from tests.seeded_models import unusual_job
@@ -43,6 +44,16 @@ def test_parts_make_the_whole(case: tuple[tuple[int, ...], Layout]) -> None:
         assert torch.equal(whole_of(parts, layout, MESH, rank), whole)
     held = torch.cat([parts[MESH.rank(dict(tp=t, cp=c, dp=0))].flatten() for t in range(2) for c in range(3)])
     assert set(held.tolist()) == set(whole.flatten().tolist())
+
+
+@given(layouts(), st.data())
+def test_runs_say_where_elements_lie_in_the_whole(case: tuple[tuple[int, ...], Layout], data: st.DataObject) -> None:
+    shape, layout = case
+    whole = torch.arange(prod(whole_shape(shape, layout, dict(MESH.sizes)))).reshape(whole_shape(shape, layout, dict(MESH.sizes)))
+    rank, begin = data.draw(st.integers(0, MESH.world - 1)), data.draw(st.integers(0, prod(shape)))
+    end = data.draw(st.integers(begin, prod(shape)))
+    found = [torch.arange(run.whole, run.whole + run.numel) for run in runs(shape, layout, MESH, rank, begin, end)]
+    assert torch.cat([torch.arange(0), *found]).tolist() == part_of(whole, layout, MESH, rank).flatten()[begin:end].tolist()
 
 
 def test_the_heads_of_a_fused_weight_are_in_each_third() -> None:

@@ -96,6 +96,8 @@ def tensor_parallel(*, sequence: bool = False) -> tuple[Directive, ...]:
     With `sequence` they share along its tokens what passes from layer to layer, too. It composes with the recipes
     written after it.
     """
+    if type(sequence) is not bool:
+        raise DirectiveError(f"tensor_parallel(sequence={sequence!r}): True or False is accepted")
     return (shard(where(), over="tp", stream="tokens" if sequence else ""),)
 
 

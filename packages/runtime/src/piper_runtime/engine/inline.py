@@ -168,6 +168,8 @@ class InlineEngine:
             channel = inside_channel(asked.axis, state.rank.role.role)
             raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel}: {found}")
         results = stacked_collective(asked.kind, [r.given for r in requests])
+        if law_of(asked.kind).spoils:
+            _spoil([r.given for r in requests])
         for fiber, result in zip(fibers, results, strict=True):
             fiber.answer(result)
         return members
@@ -262,14 +264,18 @@ def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tens
         return
     results = collected(law, given)
     if law.spoils:  # before the results, which may stand in what is spoiled
-        for tensor in given:
-            tensor.fill_(_SPOILED)
+        _spoil(given)
     for target, found in zip(got, results, strict=True):
         target.copy_(found)
 
 
 _SPOILED = 113
-"""The byte that fills what a collective leaves undefined, so that a plan that reads it is seen to be wrong."""
+"""The number that fills what a collective leaves undefined, so that a plan that reads it is seen to be wrong."""
+
+
+def _spoil(given: list[torch.Tensor]) -> None:
+    for tensor in given:
+        tensor.fill_(_SPOILED)
 
 
 def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ queries: the axis is split into one for the heads and one for the groups, and al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, prod
@@ -19,7 +19,7 @@ from torch import fx
 from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ZIGZAG
 from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
-from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OverlappingCuts, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
@@ -189,8 +189,9 @@ def _check_tokens(chosen: _Chosen) -> None:
         if halves > 1:
             _check_zigzag(nest, claims, size)
         elif steps_of(nest, degree) is None:
+            axes = ", ".join(f"{c.asked.over}={c.asked.degree}" for c in claims)
             raise DirectiveError(
-                f"{size} tokens cannot be shared by {degree} devices; {gcd(size, degree)} devices can share them"
+                f"shard: {_tokens_of(nest)} cannot be shared by {degree} devices ({axes}){_instead(nest, degree)}"
             )
         for claim in claims:
             if claim.asked.attention != HEADS_AROUND and nest[0].size % (halves * claim.asked.degree):
@@ -221,6 +222,12 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
     )
 
 
+def _tokens_of(nest: Nested) -> str:
+    """Return how many tokens there are, and how the model views them where it takes them apart."""
+    size = prod(i.size for i in nest)
+    return f"{size} tokens" + (f", which the model views as {' x '.join(str(i.size) for i in nest)}," if len(nest) > 1 else "")
+
+
 def _heads(indexes: Indexed) -> tuple[Nested, ...]:
     """Return the heads of queries of each attention."""
     ops = [op for op in indexes.ops.values() if op.call.op is torch.ops.piper.attention.default]
@@ -247,18 +254,48 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
     for place in (p for each in (*places.values(), halves.values()) for p in each):
         cuts.setdefault((place.key, place.dim), set()).update({place.inner, place.inner * place.size} - {1})
-    cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
-    axes = []
+    try:
+        cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
+        axes = tuple(_axes(chosen, asked, places, halves, cut))
+    except OverlappingCuts:
+        raise _overlapping(tuple(of_nests)) from None
+    if _twice(axes):
+        raise _overlapping(tuple(of_nests))
+    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
+    return SharedChunk(chosen.joint, cut, axes, unshared)
+
+
+def _axes(
+    chosen: _Chosen,
+    asked: Sequence[Sharding],
+    places: Mapping[tuple[Nested, int], Sequence[_Place]],
+    halves: Mapping[Nested, _Place],
+    cut: Indexed,
+) -> Iterator[SharedAxis]:
+    """Yield each axis, or those into which it is split, with the indexes that its devices share."""
     for number, claim in enumerate(chosen.claims):
-        for k, (name, size) in enumerate(claim.asked.axes):
+        for k, (name, size) in enumerate(asked[number].axes):
             weights, stream, inside = (
                 frozenset(_found(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
             )
             within = {_found(cut, places[n, number][k]): _found(cut, halves[n]) for n in claim.stream if claim.halved(n)}
-            axes.append(SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within))
-    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
-    return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
+            yield SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within)
+
+
+def _twice(axes: Sequence[SharedAxis]) -> bool:
+    """Return whether two axes share one index, which cannot be, as each is decided without the others."""
+    shared = [axis.weights | axis.stream | axis.inside for axis in axes]
+    return len(frozenset[LoopIndex]().union(*shared)) < sum(map(len, shared))
+
+
+def _overlapping(nests: Sequence[Nested]) -> DirectiveError:
+    """Return the error for dimensions that are within others, such as 8 tokens and the 2 x 8 of another value."""
+    within = [n for n in nests if any(n != other and set(n) & set(other) for other in nests)]
+    listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in within))
+    return DirectiveError(
+        f"shard: devices cannot share dimensions of {listed} elements, one of which is within the other; fewer devices can"
+    )
 
 
 def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
@@ -347,18 +384,22 @@ def _found(indexes: Indexed, place: _Place) -> LoopIndex:
         if inner == place.inner and index.size == place.size:
             return index
         inner *= index.size
-    raise AssertionError(f"no index at {place}")
+    raise OverlappingCuts
 
 
 def uneven(nest: Nested, degree: int) -> str:
     """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
     if steps_of(nest, degree) is not None:
         return ""
+    return f"{degree} devices cannot share {prod(i.size for i in nest)} evenly{_instead(nest, degree)}"
+
+
+def _instead(nest: Nested, degree: int) -> str:
+    """Return the nearest degree that can share a nest evenly, as the end of an error; "" where none can."""
     size = prod(i.size for i in nest)
     others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
     nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
-    instead = f"; {nearest} can" if nearest else ""
-    return f"{degree} devices cannot share {size} evenly{instead}"
+    return f"; {nearest} can" if nearest else ""
 
 
 def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:

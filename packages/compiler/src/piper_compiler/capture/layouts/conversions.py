@@ -7,7 +7,7 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -76,10 +76,10 @@ def _converted(
     first: int, last: int,
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
-    others = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
+    others: set[Along] = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
     axis = joined_axis(axes, first, last)
 
-    def at(index: LoopIndex) -> DimPlace:
+    def at(index: LoopIndex, others: Set[Along] = others) -> DimPlace:
         return DimPlace(*place_in(dims, index, others), index in axis.halves)
 
     match now, then:
@@ -92,7 +92,10 @@ def _converted(
         case _, LoopIndex() if now is SUM:
             return _scatter(emit, source, at(then), axis)
         case LoopIndex(), LoopIndex():
-            return _exchange(emit, source, at(now), at(then), axis)
+            # both may be in one dimension: what is given has a part of `now` and all of `then`, what is made the reverse
+            given = at(then, others.union(before[first:last]))
+            made = at(now, others.union(want[first:last]))
+            return _exchange(emit, source, made, given, axis)
         case LoopIndex(), _:
             return _spread(emit, source, at(now), axis)
         case None, _ if then is SUM:
@@ -114,7 +117,7 @@ class DimPlace(NamedTuple):
     mirrored: bool = False
 
 
-def place_in(dims: TensorDims, index: LoopIndex, others: set[LoopIndex]) -> tuple[int, int]:
+def place_in(dims: TensorDims, index: LoopIndex, others: Set[Along]) -> tuple[int, int]:
     """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)

@@ -101,6 +101,10 @@ class Indexed:
     indexes: tuple[LoopIndex, ...]
 
 
+class OverlappingCuts(Exception):
+    """Say that the cuts that are given do not fit into each other, so that no index has the steps between them."""
+
+
 def key_of(node: fx.Node) -> TensorKey:
     """Return the key of the tensor that a node stands for: an item belongs to the op that made it."""
     if node.op == "call_function" and node.target is operator.getitem:
@@ -125,6 +129,7 @@ def indexed(joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] 
     """Return the indexes of a chunk; an output has those of its gradient, an input likewise.
 
     `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests.
+    Raises OverlappingCuts where they do not fit into each other.
     """
     space = _Space()
     for node in joint.graph.nodes:
@@ -262,7 +267,7 @@ def _cuts(
     """Return the cuts of each dimension, and the links between nests that do not fit into each other.
 
     A dimension of 6 that is [2, 3] in one view and [3, 2] in another has no factors; it is left whole, with all nests
-    that it is part of.
+    that it is part of. Raises OverlappingCuts where those that are given to one dimension do not fit into each other.
     """
     tangled: set[int] = set()
     while True:
@@ -271,6 +276,8 @@ def _cuts(
         found = {d for d, cut in enumerate(cuts) if not _chain(sizes[d], cut)}
         if not found:
             return cuts, broken
+        if found <= tangled:
+            raise OverlappingCuts
         tangled |= found
 
 
@@ -348,11 +355,3 @@ class _Classes:
 
     def unite(self, a: int, b: int) -> None:
         self._parents[self.root(a)] = self.root(b)
-
-
-def outer_of(dims: Sequence[tuple[LoopIndex, ...]], index: LoopIndex) -> tuple[int, int] | None:
-    """Return the dimension that an index is in and the steps of the factors outside of it there; None if in none."""
-    for dim, inside in enumerate(dims):
-        if index in inside:
-            return dim, prod(i.size for i in inside[: inside.index(index)])
-    return None

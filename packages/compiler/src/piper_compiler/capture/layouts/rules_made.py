@@ -12,18 +12,11 @@ from piper_compiler.capture.layouts.loops import Loops, OpCall
 from piper_compiler.capture.layouts.rules_views import takes_shape
 
 aten = torch.ops.aten
-TERM = (frozenset[int](),)
-"""A set of no terms: zeros are a sum of zeros, so equal ones on all devices may also stand for terms."""
 
 
 def _filled(call: OpCall) -> Loops:
     """Return the loops of an op that fills a tensor with one number: each element by itself."""
-    return Loops(linear=TERM if _zero(call) else (), localize=takes_shape("size"))
-
-
-def _zero(call: OpCall) -> bool:
-    name = call.op._schema.name
-    return name in ("aten::zeros", "aten::new_zeros") or (name == "aten::full" and call.get("fill_value") == 0)
+    return Loops(localize=takes_shape("size"))
 
 
 def _single(call: OpCall) -> Loops:
