@@ -2,8 +2,9 @@
 
 `loops` says what an op tells of itself, the modules `rules_*` tell it for each op, `rewrites` has other ops for parts
 that an op cannot compute itself, and `indexes` puts the ops of a graph together. `names` calls indexes as people do,
-`asked` checks those that the user names, `choice` takes the indexes that an axis shares, `decide` says of each op what
-it is computed in parts of, and `local` rewrites the graph for one device.
+`asked` checks those that the user names, `choice` takes the indexes that an axis shares, `unfuse` and `means` take ops
+apart that keep devices from it, `decide` says of each op what it is computed in parts of, and `local` rewrites the graph
+for one device.
 """
 
 from collections.abc import Iterable, Sequence
