@@ -17,6 +17,8 @@ from piper_compiler.capture.layouts import (
     split_degrees,
 )
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.tables import constant_values, with_tables
 from piper_compiler.capture.ties import Ties
 from piper_ir.errors import CaptureError, DirectiveError
 from piper_ir.layout import Sharding
@@ -71,6 +73,8 @@ class _Shared:
         self._captured, self._asked = captured, asked
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
+        streams = any(s.stream for s in asked)
+        self._constants = constant_values(captured.program, self._joint) if streams else frozenset[str]()
         self._ties = Ties(captured.program, self._layouts)
 
     def captured(self) -> Captured:
@@ -91,7 +95,11 @@ class _Shared:
                     'leave the region out (piper.tag without opaque=True), or use stream=""'
                 )
 
+    def _joint(self, chunk: Chunk) -> Joint:
+        return self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
+
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
+        agreed = with_tables(agreed, chunk, self._constants)
         return self._captured.code.shared(chunk.code, self._asked, agreed, self._params_of[chunk.code])
 
     def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | None:

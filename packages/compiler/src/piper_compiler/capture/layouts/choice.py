@@ -216,11 +216,11 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
     axes = []
     for number, claim in enumerate(chosen.claims):
         for k, (name, size) in enumerate(claim.asked.axes):
-            found = [
+            weights, stream, inside = (
                 frozenset(_found(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
-            ]
-            axes.append(SharedAxis(name, size, *found))
+            )
+            axes.append(SharedAxis(name, size, weights, stream, inside))
     unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
     return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
 

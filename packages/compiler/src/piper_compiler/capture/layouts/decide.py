@@ -44,6 +44,7 @@ class SharedAxis:
         weights: the indexes that parameters are in parts of.
         stream: the indexes that what crosses between layers is in parts of; empty where it is whole.
         inside: the indexes of ops that cannot be computed in parts of the stream; their results go back into it.
+        tables: what crosses between layers and is whole nevertheless.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SharedAxis:
     weights: frozenset[LoopIndex]
     stream: frozenset[LoopIndex] = frozenset()
     inside: frozenset[LoopIndex] = frozenset()
+    tables: frozenset[fx.Node] = frozenset()
 
 
 @dataclass
@@ -142,6 +144,8 @@ class _Pass:
     def _boundary(self, node: fx.Node) -> Along:
         """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike."""
         dims = self._indexes.tensors[key_of(node)]
+        if node in self._axis.tables:
+            return None
         return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
 
     def _first(self, wanted: frozenset[LoopIndex], node: fx.Node) -> LoopIndex | None:
