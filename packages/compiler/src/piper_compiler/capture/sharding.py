@@ -88,11 +88,13 @@ class _Shared:
         return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
 
     def _check_opaque(self) -> None:
+        tokens = [f'shard(index="tokens", over={s.over!r})' if s.context else 'stream="tokens"' for s in self._asked]
+        tokens = [text for text, s in zip(tokens, self._asked, strict=True) if s.context or s.stream]
         for chunk in self._captured.program.chunks:
-            if chunk.opaque and any(s.stream or s.context for s in self._asked):
+            if chunk.opaque and tokens:
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and stream shares them; "
-                    'leave the region out (piper.tag without opaque=True), or use stream=""'
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and {tokens[0]} shares "
+                    f"them; leave the region out (piper.tag without opaque=True), or leave {tokens[0]} out"
                 )
 
     def _joint(self, chunk: Chunk) -> Joint:
