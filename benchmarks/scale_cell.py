@@ -1,11 +1,11 @@
 """Take one large model on many devices from the model to the simulated step, in this process.
 
-python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128 [zero [bucket_mb [tp]]]
+python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128 [zero [bucket_mb [tp [cp]]]]
 
 Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster, the level at
-which replicas share states (0), the MiB of a bucket (25), and the devices that share each layer with its tokens (1). It
-prints one JSON object: CPU and wall seconds of each phase, the most memory that the process took, and facts of the plan.
-It simulates with contention.
+which replicas share states (0), the MiB of a bucket (25), the devices that share each layer with its tokens (1), and
+those that share its tokens alone, context parallelism by heads (1). It prints one JSON object: CPU and wall seconds of
+each phase, the most memory that the process took, and facts of the plan. It simulates with contention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ class Clock:
 
 
 def measure(
-    model: str | Any, pp: int, dp: int, microbatches: int, cluster: str, zero: int = 0, bucket_mb: int = 25, tp: int = 1
+    model: str | Any,
+    pp: int,
+    dp: int,
+    microbatches: int,
+    cluster: str,
+    zero: int = 0,
+    bucket_mb: int = 25,
+    tp: int = 1,
+    cp: int = 1,
 ) -> dict[str, Any]:
     """Measure every phase; `model` is a preset's name, or sizes.
 
@@ -60,8 +68,9 @@ def measure(
     job = models.job(model, global_batch=microbatches * dp)
     replicas = piper.recipes.data_parallel(over=("dp",), zero=zero, bucket_mb=bucket_mb)
     shared = [piper.shard(piper.where(), stream="tokens")] if tp > 1 else []
-    directives = shared, piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches), replicas
-    strategy = piper.Strategy(piper.Mesh(pp=pp, dp=dp, tp=tp), [d for part in directives for d in part])
+    tokens = [piper.shard(piper.where(), over="cp", index="tokens")] if cp > 1 else []
+    directives = shared, tokens, piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches), replicas
+    strategy = piper.Strategy(piper.Mesh(pp=pp, dp=dp, cp=cp, tp=tp), [d for part in directives for d in part])
     clock.time("capture", lambda: captured_job(job))
     compiled = clock.time("compile", lambda: piper.compile(job, strategy))
     clock.time("verify", lambda: verify(compiled.plan))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,14 @@ import pytest
 
 import piper
 from piper import Mesh, Strategy, recipes
+from piper_compiler.directives.shard import Shard
 from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.select import where
 from tests import compositions, parity
 from tests.compositions import Composition
 from tests.test_cli import fails
 from tests.test_cli import piper as command
+from tests.source_tree import ROOT
 
 ANY: Any = piper.shard
 """Takes arguments that a type checker would refuse."""
@@ -71,6 +76,62 @@ def test_what_is_wrong_is_one_message(directives: Callable[[], Any], mesh: Mesh,
     compositions.captured(CASE.model)
     with pytest.raises(DirectiveError, match=message):
         piper.compile(compositions.job_of(CASE), Strategy(mesh, (directives(),)))
+
+
+ELSEWHERE = {4: "a program without code", 8: "names", 9: "tokens", 10: "optimizers"}
+"""The conditions that need a program or a job to be seen, each with its test below or in tests/test_tensor_parallel.py."""
+
+
+def conditions(text: str) -> dict[int, str]:
+    """The numbered conditions in a text; a line that goes on is put in one piece."""
+    found = re.findall(r"^ ?(\d+)\. (.*(?:\n {3,}.*)*)", text, re.MULTILINE)
+    return {int(number): " ".join(said.split()) for number, said in found}
+
+
+def test_conditions_are_those_of_the_document() -> None:
+    written = conditions(str(inspect.getmodule(Shard).__doc__).split("Legality")[1])
+    section = (ROOT / "docs" / "language.md").read_text().split("## shard")[1].split("\n## ")[0]
+    assert list(written) == list(range(1, len(written) + 1)) and conditions(section) == written
+
+
+def test_every_condition_is_refused() -> None:
+    compositions.captured(CASE.model)
+    seen = set()
+    for directives, mesh, _ in REFUSED:
+        with pytest.raises(DirectiveError) as caught:
+            piper.compile(compositions.job_of(CASE), Strategy(mesh, (directives(),)))
+        seen |= set(map(int, re.findall(r"\[shard condition (\d+)\]", str(caught.value))))
+    written = conditions(str(inspect.getmodule(Shard).__doc__).split("Legality")[1])
+    assert seen | ELSEWHERE.keys() == written.keys() and not seen & {8, 9, 10}
+
+
+TOKENS = piper.shard(where(), over="cp", index="tokens")
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "directive", "message"),
+    [
+        ("gpt_untied", PAIR, piper.shard(where(), index="heads_"), "there is no such index; there is vocab, heads, hidden"),
+        ("gpt_untied", PAIR, piper.shard(where(), index="width"), "devices cannot share it in .*: it passes between chunks"),
+        ("gpt_untied", Mesh(tp=5), piper.shard(where(), index="hidden"), "5 devices cannot share 64 evenly; 4 can"),
+        ("gpt_untied", Mesh(tp=5), piper.shard(where(), stream="tokens"), "8 tokens cannot be shared by 5 devices"),
+        ("gpt_untied", Mesh(cp=5), TOKENS, "8 tokens cannot be shared by 5 devices"),
+        ("opaque", PAIR, piper.shard(where(), stream="tokens"), 'opaque region, .* and stream="tokens" shares them; leave'),
+        ("opaque", Mesh(cp=2), TOKENS, r"opaque region, .* and shard\(index=\"tokens\", over='cp'\) shares them; leave"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(model: str, mesh: Mesh, directive: Any, message: str) -> None:
+    compositions.captured(model)
+    with pytest.raises(DirectiveError, match=message):
+        piper.compile(compositions.job_of(replace(CASE, model=model)), Strategy(mesh, (directive,)))
+
+
+def test_an_optimizer_of_whole_parameters_is_refused() -> None:
+    compositions.captured(CASE.model)
+    job = compositions.job_of(replace(CASE, optimizer="rmsprop"))
+    with pytest.raises(CompileError, match=r"a part of parameter 'embed.weight' \(by shard\), and RMSprop works on whole"):
+        piper.compile(job, Strategy(PAIR, (piper.shard(where()),)))
+    piper.compile(job, Strategy(Mesh(cp=2), (TOKENS,)))  # which has all parameters whole
 
 
 def test_devices_along_an_axis_without_shard_have_nothing_to_do() -> None:

@@ -139,6 +139,24 @@ def test_throughput_counts_the_rows_of_replicas_and_flops_those_of_all_devices()
     assert repeated_share(one) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("axes", "sequence"),
+    [({"tp": 2}, False), ({"cp": 2}, False), ({"cp": 2, "tp": 2}, True), ({"tp": 4}, True)],
+)
+def test_utilisation_by_hand(axes: dict[str, int], sequence: bool) -> None:
+    """6 N + 12 L h s per token of the whole model, over what all devices can do in the time of a step."""
+    sharers = [*(recipes.tensor_parallel(sequence=sequence) if "tp" in axes else ())]
+    sharers += recipes.context_parallel() if "cp" in axes else ()
+    of = piper.compile(job(), Strategy(Mesh(**axes), sharers)).plan
+    width, head, c = SIZES.width, SIZES.width // SIZES.heads, SIZES
+    layer = 2 * width * width + 2 * width * c.kv_heads * head + 3 * width * c.hidden + 2 * width
+    n = 2 * c.vocab * width + c.layers * layer + width
+    flops = (6 * n + 12 * c.layers * width * c.length) * 8 * c.length
+    found = simulate(of, H100)
+    assert model_flops(of, c.length) == flops
+    assert found.mfu == pytest.approx(flops / found.period_s / of.mesh.world / H100.device.peak_flops["float32"])
+
+
 def test_time_and_bytes_inside_of_steps_are_shown() -> None:
     of = plan(pp=2)
     found = simulate(of, H100)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from piper.api.compiling import Compiled
-from piper_ir.layout import Sharding, StepCollective
+from piper_ir.layout import Sharding
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk
 from piper_ir.sizes import bind
@@ -39,7 +39,8 @@ def layouts(compiled: Compiled) -> str:
     found = layout_facts(compiled.code, compiled.program)
     if not any(facts.shardings for facts in found):
         return "\n".join(["indexes, which devices can share by `shard`", *(f"  {_short(facts)}" for facts in found)])
-    lines = (line for facts in found for line in (*_indexes(facts), *_shared(compiled.plan, facts)))
+    total = sum(facts.work.flops * len(facts.ids) for facts in found if facts.work is not None)
+    lines = (line for facts in found for line in (*_indexes(facts), *_shared(compiled.plan, facts, total)))
     return "\n".join(["indexes, and what devices share", *(wrapped for line in lines for wrapped in _wrapped(f"  {line}"))])
 
 
@@ -53,7 +54,15 @@ def index_facts(compiled: Compiled) -> list[dict[str, object]]:
         {
             "chunks": list(facts.ids),
             "indexes": [
-                {"name": i.name, "size": list(i.size), "params": list(i.params), "shared": i.shared, "obstacle": i.obstacle}
+                {
+                    "name": i.name,
+                    "size": list(i.size),
+                    "params": list(i.params),
+                    "shared": i.shared,
+                    "along": list(i.along),
+                    "in_attention": dict(i.inside),
+                    "obstacle": i.obstacle,
+                }
                 for i in facts.indexes
             ],
         }
@@ -118,22 +127,31 @@ def _places(spots: Iterable[str]) -> str:
 
 
 def _verdict(index: IndexFacts) -> str:
+    inside = ", ".join(f"in attention by {n} ({axis})" for axis, n in index.inside.items())
     if index.shared > 1:
-        return f"shared by {index.shared}"
-    return f"whole: {index.obstacle}" if index.obstacle else "whole"
+        return ", ".join(filter(None, (f"shared by {index.shared} ({', '.join(index.along)})", inside)))
+    whole = f"whole: {index.obstacle}" if index.obstacle else "whole"
+    return f"shared {inside}, else {whole}" if inside else whole
 
 
-def _shared(plan: Plan, facts: ChunkFacts) -> Iterator[str]:
-    """Yield what each of the devices has, computes whole, and exchanges."""
+def _asked(sharding: Sharding) -> str:
+    """Return an axis, or those into which it is split, with what its devices share."""
+    axes = ", ".join(f"{name}={size}" for name, size in sharding.axes)
+    shared = [] if sharding.context else list(sharding.index) or ["weights"]
+    return f"{axes} ({', '.join([*shared, *['tokens'] * bool(sharding.stream or sharding.context)])})"
+
+
+def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
+    """Yield what each of the devices has, computes whole, and exchanges; `total` are the FLOPs of all chunks."""
     if facts.work is None or facts.unshared is None:
         return
     prefix = _prefix(facts.inputs.values())
-    axes = ", ".join(f"{name}={size}" for asked in facts.shardings for name, size in asked.axes)
+    axes = ", ".join(_asked(each) for each in facts.shardings)
     yield f"  {axes}: {_parameters(plan.chunk(facts.ids[0]), facts)}"
     for why in dict.fromkeys(facts.unshared.values()):
         names = (facts.inputs[k].removeprefix(prefix) for k, reason in facts.unshared.items() if reason == why)
         yield f"    not shared: {_listed(names)}: {why}"
-    yield f"    computed whole on each device: {_work(facts.work)}"
+    yield f"    computed whole on each device: {_work(facts.work, len(facts.ids) / total if total else 0.0)}"
     yield from _attention(plan.chunk(facts.ids[0]), facts.shardings)
     yield from _collectives(plan.chunk(facts.ids[0]))
     yield from _summed(plan, facts, prefix)
@@ -147,10 +165,11 @@ def _parameters(chunk: Chunk, facts: ChunkFacts) -> str:
     return f"{size_text(total)} of parameters on each device, {whole / total:.1%} of them whole"
 
 
-def _work(work: WorkFacts) -> str:
+def _work(work: WorkFacts, each: float) -> str:
+    """Return what every device computes whole; `each` FLOP is that share of all."""
     if not work.whole:
         return "nothing that counts FLOPs"
-    return f"{work.share:.2%} of its FLOPs: {_listed(work.whole)}"
+    return f"{work.share:.2%} of its FLOPs, {sum(work.whole.values()) * each:.2%} of all: {_listed(work.whole)}"
 
 
 def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
@@ -162,14 +181,19 @@ def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
 
 
 def _collectives(chunk: Chunk) -> Iterator[str]:
-    """Yield a line for each collective, and one for all of a ring."""
+    """Yield a line for each collective of the steps; those next to each other that say the same are one line.
+
+    So are all messages of a ring that say the same.
+    """
     for step, signature in chunk.steps.items():
-        ring = Counter(c for c in signature.collectives if c.kind == "shift")
-        told = set[StepCollective]()
-        for c in (c for c in signature.collectives if c not in told):
-            told |= {c} & ring.keys()
-            often = f", {ring[c]} times" if ring[c] > 1 else ""
-            yield f"    {step}  {c.kind:14} {size_text(bind(c.nbytes, 0)):>8} over {c.axis} {c.why}{often}"
+        every = [(c.kind, bind(c.nbytes, 0), c.axis, c.why) for c in signature.collectives]
+        ring = Counter(c for c in every if c[0] == "shift")
+        for (kind, nbytes, axis, why), same in groupby(every):
+            count = ring.pop((kind, nbytes, axis, why), 0) if kind == "shift" else len(list(same))
+            if not count:
+                continue  # said already
+            times = f"{count}x" if count > 1 else ""
+            yield f"    {step}  {kind:14} {f'{times} {size_text(nbytes)}':>10} over {axis} {why}"
 
 
 def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:

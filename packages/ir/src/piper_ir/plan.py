@@ -18,13 +18,12 @@ each side.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from piper_ir.codec import dumps
+from piper_ir.content import content_key
 from piper_ir.layout import Layout, whole_shape
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
@@ -356,7 +355,7 @@ class Plan(Brief):
     @cached_property
     def key(self) -> str:
         """Return the hash of the content; equal plans have equal keys on every machine."""
-        return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
+        return content_key(self)
 
 
 def inside_channel(axis: str, role: str) -> str:

@@ -18,13 +18,12 @@ gradient accumulator per entry of `accumulates`, and return those of `writes` in
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from piper_ir.codec import dumps
+from piper_ir.content import content_key
 from piper_ir.layout import Layout, StepCollective
 from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
@@ -396,5 +395,4 @@ class Program:
     @cached_property
     def key(self) -> str:
         """Return the hash of the content; equal programs have equal keys on every machine."""
-        content = replace(self, variants=()) if self.variants else self
-        return hashlib.sha256(dumps(content).encode()).hexdigest()[:16]
+        return content_key(replace(self, variants=()) if self.variants else self)

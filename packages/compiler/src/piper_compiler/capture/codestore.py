@@ -40,7 +40,7 @@ class TraceSpec:
         reduce: the dtype of gradient accumulators; None for that of their parameters.
         shardings: how devices share its work.
         base: the code of which it is a form for devices that share it; "" where they do not.
-        agreed: what these devices want of its parameters because other chunks have them, too.
+        agreed: what these devices have agreed on with those of other chunks.
         params: for each input, its names in all chunks of the base.
     """
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
+
+import torch
 
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.kernels import flops_of
-from piper_compiler.capture.layouts import AskedIndexes, NamedIndexes, Parted, parted, shareable, steps_of, title, uneven
+from piper_compiler.capture.layouts import HEADS, AskedIndexes, NamedIndexes, Parted, parted, shareable, steps_of, title, uneven
 from piper_compiler.capture.layouts.indexes import LoopIndex
 from piper_compiler.capture.sharding import params_of
 from piper_ir.layout import Sharding
@@ -25,6 +27,8 @@ class IndexFacts:
         params: where parameters have them, as "layers.*.up.weight:0".
         obstacle: why devices do not share them; "" where they do or could.
         shared: the number of devices among which they are shared; 1 where they are not.
+        along: the axes of these devices.
+        inside: axes along which they are shared in attention alone, which needs all tokens, each with its devices.
     """
 
     name: str
@@ -32,6 +36,8 @@ class IndexFacts:
     params: tuple[str, ...]
     obstacle: str = ""
     shared: int = 1
+    along: tuple[str, ...] = ()
+    inside: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,9 @@ def _indexes(named: NamedIndexes, inputs: Mapping[int, str], shares: _Shares) ->
         shared = max(shares.devices.get(i, 1) for i in group)
         problem = "" if shared > 1 else next((text for i in group if (text := shares.why(i))), "")
         params = tuple(f"{inputs[k]}:{dim}" for k, dim in spots)
-        yield IndexFacts(name, tuple(sizes) or (group[0].size,), params, problem, shared)
+        along = tuple(dict.fromkeys(axis for i in group for axis in shares.along.get(i, ())))
+        inside = {axis: n for i in group for axis, n in shares.inside.get(i, {}).items()}
+        yield IndexFacts(name, tuple(sizes) or (group[0].size,), params, problem, shared, along, inside)
 
 
 def _renamed(name: str, named: NamedIndexes, inputs: Mapping[int, str]) -> str:
@@ -131,31 +139,55 @@ def _renamed(name: str, named: NamedIndexes, inputs: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Hold among how many devices each index of a chunk is shared."""
+    """Hold among how many devices each index of a chunk is shared, along which axes, and which in attention alone."""
 
     named: NamedIndexes
     recipe: TraceSpec
-    devices: Mapping[LoopIndex, int]
-
-    reasons: Mapping[LoopIndex, str]
+    devices: dict[LoopIndex, int] = field(default_factory=dict)
+    along: dict[LoopIndex, tuple[str, ...]] = field(default_factory=dict)
+    inside: dict[LoopIndex, dict[str, int]] = field(default_factory=dict)
+    reasons: dict[LoopIndex, str] = field(default_factory=dict)
 
     @staticmethod
     def of(named: NamedIndexes, recipe: TraceSpec) -> _Shares:
-        devices: dict[LoopIndex, int] = {}
-        reasons: dict[LoopIndex, str] = {}
+        found = _Shares(named, recipe)
         for asked in recipe.shardings:
             if asked.stream or asked.context:
-                tokens = [i for i, name in named.names.items() if name == "tokens"]
-                devices |= {i: asked.degree * devices.get(i, 1) for i in tokens}
+                found._add({i: asked.degree for i, name in named.names.items() if name == "tokens"}, asked.over)
             if asked.context:
+                if asked.attention == "heads":
+                    found._add_inside(asked)
+            else:
+                found._add_weights(asked)
+        return found
+
+    def _add(self, devices: Mapping[LoopIndex, int], axis: str) -> None:
+        for index, degree in devices.items():
+            self.devices[index] = degree * self.devices.get(index, 1)
+            if degree > 1:
+                self.along[index] = (*self.along.get(index, ()), axis)
+
+    def _add_weights(self, asked: Sharding) -> None:
+        named = self.named
+        wanted = _wanted(named, asked)
+        for nest in named.nests:
+            self.reasons.update(dict.fromkeys(nest, _reason(named, nest, wanted, asked.degree)))
+        shared: dict[LoopIndex, int] = {}
+        for nest in shareable(named.joint, named.indexes, self.recipe.agreed.whole):
+            if any(set(nest) & set(w) and steps_of(w, asked.degree) for w in wanted):
+                shared |= _devices(next(w for w in wanted if set(nest) & set(w)), asked.degree)
+        self._add(shared, asked.over)
+
+    def _add_inside(self, asked: Sharding) -> None:
+        """Add the heads that devices along a context axis share in attention, beside those along tensor axes."""
+        tensor = prod(s.degree for s in self.recipe.shardings if not s.context)
+        for op in self.named.indexes.ops.values():
+            if op.call.op is not torch.ops.piper.attention.default:
                 continue
-            wanted = _wanted(named, asked)
-            for nest in named.nests:
-                reasons |= dict.fromkeys(nest, _reason(named, nest, wanted, asked.degree))
-            for nest in shareable(named.joint, named.indexes, recipe.agreed.whole):
-                if any(set(nest) & set(w) and steps_of(w, asked.degree) for w in wanted):
-                    devices |= _devices(next(w for w in wanted if set(nest) & set(w)), asked.degree)
-        return _Shares(named, recipe, devices, reasons)
+            nest = op.tensors[op.call.number("q")][HEADS]
+            if steps_of(nest, tensor * asked.degree) is not None:
+                before, all = _devices(nest, tensor), _devices(nest, tensor * asked.degree)
+                self.inside.update({i: {asked.over: all[i] // before[i]} for i in nest if all[i] > before[i]})
 
     def why(self, index: LoopIndex) -> str:
         """Return why devices do not share an index."""

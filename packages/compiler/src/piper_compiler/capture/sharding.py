@@ -18,6 +18,8 @@ from piper_compiler.capture.layouts import (
     split_degrees,
 )
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.tables import constant_values, with_tables
 from piper_compiler.capture.ties import Ties
 from piper_ir.errors import CaptureError, DirectiveError
 from piper_ir.layout import Sharding
@@ -73,6 +75,8 @@ class _Shared:
         self._captured, self._asked = captured, asked
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
+        streams = any(s.stream for s in asked)
+        self._constants = constant_values(captured.program, self._joint) if streams else frozenset[str]()
         self._ties = Ties(captured.program, self._layouts)
 
     def captured(self) -> Captured:
@@ -86,14 +90,20 @@ class _Shared:
         return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
 
     def _check_opaque(self) -> None:
+        tokens = [f'shard(index="tokens", over={s.over!r})' if s.context else 'stream="tokens"' for s in self._asked]
+        tokens = [text for text, s in zip(tokens, self._asked, strict=True) if s.context or s.stream]
         for chunk in self._captured.program.chunks:
-            if chunk.opaque and any(s.stream or s.context for s in self._asked):
+            if chunk.opaque and tokens:
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and stream shares them; "
-                    'leave the region out (piper.tag without opaque=True), or use stream=""'
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and {tokens[0]} shares "
+                    f"them; leave the region out (piper.tag without opaque=True), or leave {tokens[0]} out"
                 )
 
+    def _joint(self, chunk: Chunk) -> Joint:
+        return self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
+
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
+        agreed = with_tables(agreed, chunk, self._constants)
         return self._captured.code.shared(chunk.code, self._asked, agreed, self._params_of[chunk.code])
 
     def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | None:

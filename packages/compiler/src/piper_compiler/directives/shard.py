@@ -11,12 +11,15 @@ tokens for heads, or keys and values go around in a ring, or are gathered.
 
 Legality
  1. It stands before every other directive, and selects all chunks.
- 2. `over` is the name of an axis. (An axis of degree 1 is not an error.) `place` and `replicate` refuse the same axis.
+ 2. `over` is the name of an axis that no other directive uses. An axis of one device changes nothing.
  3. `stream` is "" or "tokens", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
  5. Of several, each is over an axis of its own, and one at most shares the tokens, one at most anything else.
  6. `index` is a text, or a tuple of texts.
  7. `attention` is "heads", "ring" or "gather", `order` is "", "zigzag" or "blocks"; both are said with index="tokens".
+ 8. Each name in `index` is that of an index, no op wants it whole, and the devices divide it.
+ 9. Where tokens are shared, the devices divide them, and no region is opaque.
+10. The optimizer is one that works element by element where parameters are in parts: SGD, Adam or AdamW.
 """
 
 from __future__ import annotations

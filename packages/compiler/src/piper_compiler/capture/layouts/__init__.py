@@ -2,8 +2,9 @@
 
 `loops` says what an op tells of itself, the modules `rules_*` tell it for each op, `rewrites` has other ops for parts
 that an op cannot compute itself, and `indexes` puts the ops of a graph together. `names` calls indexes as people do,
-`asked` checks those that the user names, `choice` takes the indexes that an axis shares, `decide` says of each op what
-it is computed in parts of, and `local` rewrites the graph for one device.
+`asked` checks those that the user names, `choice` takes the indexes that an axis shares, `unfuse` and `means` take ops
+apart that keep devices from it, `decide` says of each op what it is computed in parts of, and `local` rewrites the
+graph for one device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,16 @@ from math import prod
 from torch import fx
 
 from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
-from piper_compiler.capture.layouts.choice import SharedChunk, common_degrees, share, shareable, split_degrees, steps_of, uneven
+from piper_compiler.capture.layouts.choice import (
+    HEADS,
+    SharedChunk,
+    common_degrees,
+    share,
+    shareable,
+    split_degrees,
+    steps_of,
+    uneven,
+)
 from piper_compiler.capture.layouts.context import ordered
 from piper_compiler.capture.layouts.decide import Decision, decided
 from piper_compiler.capture.layouts.local import Sharded, sharded
@@ -23,6 +33,7 @@ from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
 __all__ = [
+    "HEADS",
     "Agreed",
     "AskedIndexes",
     "NamedIndexes",
@@ -43,20 +54,25 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Agreed:
-    """Say what other chunks want of the inputs of one, because they have the same parameters.
+    """Say what a chunk and others agree on, because they have the same parameters or hand constants to each other.
 
     Attributes:
         whole: the inputs that stay whole.
         terms: the inputs whose gradients are terms of a sum, also where a device could make all of one.
+        tables: the inputs that are constants, which pass whole.
+        made: the outputs that are, likewise.
     """
 
     whole: frozenset[int] = frozenset()
     terms: frozenset[int] = frozenset()
+    tables: frozenset[int] = frozenset()
+    made: frozenset[int] = frozenset()
 
     @property
     def text(self) -> str:
         """Return it as one text, in a fixed order."""
-        return f"{sorted(self.whole)} {sorted(self.terms)}"
+        constants = f" {sorted(self.tables)} {sorted(self.made)}" if self.tables or self.made else ""
+        return f"{sorted(self.whole)} {sorted(self.terms)}{constants}"
 
 
 @dataclass(frozen=True)
@@ -78,13 +94,22 @@ class Parted:
 
 def parted(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Parted:
     """Return what the devices that share a chunk compute in parts."""
-    found = share(joint, shardings, agreed.whole, params)
+    found = _shared(joint, shardings, agreed, params)
     return Parted(found, tuple(decided(found.joint, found.indexes, axis, agreed.terms) for axis in found.axes))
 
 
 def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Sharded:
     """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs."""
-    found = share(joint, shardings, agreed.whole, params)
+    found = _shared(joint, shardings, agreed, params)
     keep = any(s.keep for s in shardings)
     made = sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
     return replace(made, unshared=found.unshared)
+
+
+def _shared(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames) -> SharedChunk:
+    """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use."""
+    found = share(joint, shardings, agreed.whole, params)
+    tables = frozenset(found.joint.inputs[k] for k in agreed.tables) | {found.joint.outputs[k] for k in agreed.made}
+    context = {name for s in shardings if s.context for name, _ in s.axes}
+    axes = tuple(a if a.name in context else replace(a, tables=tables) for a in found.axes)
+    return replace(found, axes=axes)

@@ -19,7 +19,8 @@ from torch import fx
 from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ZIGZAG
 from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
-from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OverlappingCuts, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, OverlappingCuts, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.means import means_apart
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
@@ -109,6 +110,11 @@ class _Claim:
         """Return whether each device has two blocks of a nest, in zigzag order."""
         return self.asked.order == ZIGZAG and nest in self.stream
 
+    def takes_part_of(self, op: OpIndexes) -> bool:
+        """Return whether an op wants tokens whole that the devices share, and has nothing else in parts."""
+        stream, weights = ({i for nest in nests for i in nest} for nests in (self.stream, self.weights))
+        return not stream.isdisjoint(op.whole) and weights.isdisjoint(op.rewritten)
+
 
 @dataclass(frozen=True)
 class _Chosen:
@@ -161,6 +167,15 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames) -> _Chosen:
     """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
     joint, first = taken_apart(joint)
+    chosen = _claimed(joint, first, asked, kept, params)
+    apart = means_apart(joint, lambda n: any(claim.takes_part_of(first.ops[n]) for claim in chosen.claims))
+    if apart is not joint:
+        chosen = _claimed(apart, indexed(apart), asked, kept, params)
+    _check_tokens(chosen)
+    return chosen
+
+
+def _claimed(joint: Joint, first: Indexed, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames) -> _Chosen:
     nests, heads = shareable(joint, first, kept), _heads(first)
     tensor = prod(s.degree for s in asked if not s.context)
     claims, others = [], []
@@ -175,9 +190,7 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
         fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
         others += [(n, one.degree) for n in wanted if n not in fitting]
         claims.append(_Claim(one, fitting, stream))
-    chosen = _Chosen(joint, first, tuple(claims), tuple(others))
-    _check_tokens(chosen)
-    return chosen
+    return _Chosen(joint, first, tuple(claims), tuple(others))
 
 
 def _check_tokens(chosen: _Chosen) -> None:

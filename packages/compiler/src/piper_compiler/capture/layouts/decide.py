@@ -49,6 +49,7 @@ class SharedAxis:
         attention: how attention is computed in parts of the stream, as a `Sharding` says it.
         halves: for each index that devices take in zigzag order, the one of two halves right outside of it: in the
             second half the places are counted from behind.
+        tables: what crosses between layers and is whole nevertheless.
     """
 
     name: str
@@ -58,6 +59,7 @@ class SharedAxis:
     inside: frozenset[LoopIndex] = frozenset()
     attention: str = context.HEADS
     halves: Mapping[LoopIndex, LoopIndex] = field(default_factory=dict)
+    tables: frozenset[fx.Node] = frozenset()
 
     def in_order(self, op: OpIndexes, index: LoopIndex) -> bool:
         """Return whether the two halves stand right outside of an index in all tensors of an op, where it has halves.
@@ -164,6 +166,8 @@ class _Pass:
     def _boundary(self, node: fx.Node) -> Along:
         """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike."""
         dims = self._indexes.tensors[key_of(node)]
+        if node in self._axis.tables:
+            return None
         return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
 
     def _first(self, wanted: frozenset[LoopIndex], node: fx.Node) -> LoopIndex | None:

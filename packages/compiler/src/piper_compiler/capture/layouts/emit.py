@@ -78,6 +78,13 @@ class Emitter:
         return made
 
 
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments that an op is called with, in the order of its schema, by name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]  # an op
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return {n: given[n] for n in names if n in given}
+
+
 def _positional(op: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments as torch writes them: by position up to the first that is left out or may not be."""
     args: list[Any] = []

@@ -20,7 +20,7 @@ from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
 from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
 from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
-from piper_compiler.capture.layouts.emit import Emitter
+from piper_compiler.capture.layouts.emit import Emitter, named_arguments
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopPlace
 from piper_compiler.capture.layouts.reasons import reason, title
@@ -157,7 +157,7 @@ class _Builder:
         nodes = iter([self._find(key, want, late, node) for key, want in zip(op.keys, wants, strict=True)])
         shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
         changed = op.loops.localize(op.call, shapes)
-        named = {name: _with_nodes(value, nodes) for name, value in _arguments(node).items()} | dict(changed)
+        named = {name: _with_nodes(value, nodes) for name, value in named_arguments(node).items()} | dict(changed)
         for k, made in enumerate(self._rewritten(node, op, named) or self._emitted(node, op, named)):
             if made is not None:
                 self._at[(node, k), self._lying((node, k)), False] = made
@@ -246,7 +246,7 @@ class _Builder:
             return None
         source = self._find(op.keys[0], want, late, user)
         shape = _local(tuple(op.call.results[0].shape), self._indexes.tensors[key], zip(want, self._axes, strict=True))
-        named = {name: _with_nodes(v, iter([source])) for name, v in _arguments(node).items()}
+        named = {name: _with_nodes(v, iter([source])) for name, v in named_arguments(node).items()}
         with self._emit.like(user, late):
             return self._emit.op(node, op.call.op, named | dict(op.loops.localize(op.call, [shape])))
 
@@ -258,12 +258,6 @@ def _local(shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], lying: A
         if isinstance(how, LoopIndex):
             found[next(d for d, inside in enumerate(dims) if how in inside)] //= axis.degree
     return tuple(found)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]  # an op
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return {n: given[n] for n in names if n in given}
 
 
 def _with_nodes(value: Any, nodes: Any) -> Any:

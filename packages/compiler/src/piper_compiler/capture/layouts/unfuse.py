@@ -7,13 +7,13 @@ devices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.layouts.rebuild import Copies, rebuilt
 from piper_compiler.capture.stepgraph import Joint
 
 aten = torch.ops.aten
@@ -27,28 +27,17 @@ FUSED: dict[OpOverload, OpOverload] = {
 
 def unfused(joint: Joint, chosen: Callable[[fx.Node], bool]) -> Joint:
     """Return a chunk with the chosen ones among these ops taken apart; the given one stays as it is."""
-    if not any(n.target in FUSED and _plain(n) and chosen(n) for n in joint.graph.nodes):
-        return joint
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
-        if node.target in FUSED and _plain(node) and chosen(node):
-            bias, *factors = (env[a] for a in node.args)
-            product = graph.call_function(FUSED[node.target], tuple(factors))
-            product.meta = {**node.meta, "val": torch.empty_like(aliasing.tensor(node))}
-            env[node] = graph.call_function(aten.add.Tensor, (product, bias))
-        else:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta = dict(node.meta)
-    return replace(
-        joint,
-        graph=graph,
-        inputs=tuple(env[n] for n in joint.inputs),
-        outputs=tuple(env[n] for n in joint.outputs),
-        tangents={k: env[n] for k, n in joint.tangents.items()},
-        grads={k: env[n] for k, n in joint.grads.items()},
-        constant_names={env[n]: name for n, name in joint.constant_names.items()},
-    )
+    return rebuilt(joint, lambda n: n.target in FUSED and _plain(n) and chosen(n), _apart)
+
+
+def _apart(graph: fx.Graph, node: fx.Node, env: Copies) -> tuple[fx.Node, ...]:
+    assert isinstance(node.target, OpOverload)
+    bias, *factors = fx.node.map_arg(node.args, env.__getitem__)
+    product = graph.call_function(FUSED[node.target], tuple(factors))
+    product.meta = {**node.meta, "val": torch.empty_like(aliasing.tensor(node))}
+    added = graph.call_function(aten.add.Tensor, (product, bias))
+    added.meta = dict(node.meta)
+    return (added,)
 
 
 def _plain(node: fx.Node) -> bool:
