@@ -13,6 +13,7 @@ import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, key_of
 from piper_compiler.capture.stepgraph import Joint
+from piper_ir.layout import EXPERTS
 
 Nested = tuple[LoopIndex, ...]
 """The indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
@@ -43,6 +44,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Loop
     found: dict[LoopIndex, str] = {}
     for name, index in (
         *_of_ops(joint, indexes),
+        *_of_stacks(indexes, spots),
         *_of_values(joint, indexes),
         *_of_products(indexes, spots),
         *_of_params(indexes, spots, params),
@@ -111,11 +113,21 @@ def _of_products(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopInde
     """Yield what products are made for one by one, if parameters have it."""
     for op in indexes.ops.values():
         if op.call.op in PRODUCTS:
-            leading = [i for i in op.results[0][0] if i in spots]
-            stacks = {i for key, dims in zip(op.keys, op.tensors, strict=True) if _is_weight(key[0]) for i in dims[0]}
-            yield from (("experts", i) for i in leading if i in stacks)
-            heads = [i for i in leading if i not in stacks]
+            stacks = _stacked(op)
+            heads = [i for i in op.results[0][0] if i in spots and i not in stacks]
             yield from zip(("heads", *("groups" for _ in heads)), heads, strict=False)
+
+
+def _of_stacks(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopIndex]]:
+    """Yield the experts: what stacks of weights have first, and products are made for one by one."""
+    for op in indexes.ops.values():
+        if op.call.op in PRODUCTS:
+            stacks = _stacked(op)
+            yield from ((EXPERTS, i) for i in op.results[0][0] if i in spots and i in stacks)
+
+
+def _stacked(op: OpIndexes) -> set[LoopIndex]:
+    return {i for key, dims in zip(op.keys, op.tensors, strict=True) if _is_weight(key[0]) for i in dims[0]}
 
 
 def _is_weight(node: fx.Node) -> bool:
