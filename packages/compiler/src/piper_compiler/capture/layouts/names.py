@@ -24,6 +24,8 @@ Spots = Mapping[LoopIndex, Sequence[tuple[int, int]]]
 aten = torch.ops.aten
 piper = torch.ops.piper
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+FORM = ("", "rows", "places", "width")
+"""The names of the dimensions of tokens in the form in which devices exchange them; experts stand first."""
 STACKED = 3
 """The dimensions of a weight that holds one matrix for each of several experts."""
 
@@ -91,11 +93,13 @@ def _of_attention(op: OpIndexes) -> Iterator[tuple[str, LoopIndex]]:
 def _of_values(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
     """Yield the indexes of values, those with the most dimensions first: a table of positions has no rows."""
     values = [n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")]
+    exchanged = {key_of(node)[0] for node in joint.exchanged}
     keys = [k for k in map(key_of, (*values, *joint.outputs)) if k in indexes.tensors]
     for key in sorted(keys, key=lambda k: -len(indexes.tensors[k])):
         dims = indexes.tensors[key]
-        for name, dim in zip(_stream(dims, real=_is_real(key[0])), dims, strict=False):
-            yield from ((name, index) for index in dim)
+        names = FORM if key[0] in exchanged else _stream(dims, real=_is_real(key[0]))
+        for name, dim in zip(names, dims, strict=False):
+            yield from ((name, index) for index in dim if name)
 
 
 def _stream(dims: Sequence[Nested], *, real: bool) -> tuple[str, ...]:
