@@ -8,7 +8,17 @@ from functools import cached_property
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import Captured
 from piper_compiler.capture.dispatch import Dispatch, Dispatched
-from piper_compiler.capture.layouts import Nested, Sharded, experts_of, key_of, taken_apart, uneven
+from piper_compiler.capture.layouts import (
+    AskedIndexes,
+    Nested,
+    Sharded,
+    experts_of,
+    key_of,
+    taken_apart,
+    title,
+    uneven,
+    wants_whole,
+)
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding
 from piper_ir.program import Chunk
@@ -56,15 +66,15 @@ class ExpertChunks:
     def check(self, chunk: Chunk, made: Sharded) -> None:
         """Raise DirectiveError where devices cannot make the gradients of a chunk of experts by themselves."""
         own = {k: any(part.axis == self.axis for part in made.layout_of(k)) for k in range(len(chunk.inputs))}
+        if not any(own.values()):
+            named = ", ".join(i.ref for i in chunk.inputs if i.kind == "param")
+            raise self._fail(f"no device could have its own part of {named} in {chunk.id}: chunks outside use them, too")
         for k, given in enumerate(chunk.inputs):
             if given.kind == "param" and given.needs_grad and not own[k] and self.axis not in made.summed(k):
                 raise self._fail(
                     f"parameter {given.ref!r} of {chunk.id} has no dimension of experts, and its gradient is no sum over them; "
                     "leave it out of the region, or give each expert its own"
                 )
-        if not any(own.values()):
-            named = ", ".join(i.ref for i in chunk.inputs if i.kind == "param")
-            raise self._fail(f"no device could have its own part of {named} in {chunk.id}: chunks outside use them, too")
 
     def check_steps(self, chunk: Chunk, body: Chunk) -> None:
         """Raise DirectiveError where a chunk of experts needs the experts of other devices in the middle of a step."""
@@ -85,24 +95,25 @@ class ExpertChunks:
                 raise self._fail(f"{chunk.id} {what}; leave that out of the region of experts")
         return False
 
-    def _joint_dims(self, chunk: Chunk) -> tuple[list[DimNests], list[DimNests], tuple[Nested, ...]]:
+    def _experts(self, chunk: Chunk) -> tuple[list[DimNests], list[DimNests], Nested]:
         """Return the indexes of a chunk's inputs and outputs, and its experts."""
         joint, indexes = taken_apart(self._captured.code.joint(chunk.code, TRACE_ROWS[0][0]))
+        params = self._params[chunk.code]
         given: list[DimNests] = [indexes.tensors.get((node, 0), ()) for node in joint.inputs]
         made: list[DimNests] = [indexes.tensors.get(key_of(node), ()) for node in joint.outputs]
-        return given, made, experts_of(joint, indexes, self._asked, self._params[chunk.code])
-
-    def _experts(self, chunk: Chunk) -> tuple[list[DimNests], list[DimNests], Nested]:
-        given, made, nests = self._joint_dims(chunk)
-        if len(nests) != 1:
-            found = "several indexes are" if nests else "no index is"
-            raise self._fail(
-                f"{found} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first dimension of a stack of "
-                "weights [experts, m, n], in products with one matrix each (torch.bmm)"
-            )
-        if problem := uneven(nests[0], self._asked.degree):
-            raise self._fail(f"the experts of {chunk.id}: {problem}")
-        return given, made, nests[0]
+        nests = experts_of(joint, indexes, self._asked, params)
+        if len(nests) == 1:
+            if problem := uneven(nests[0], self._asked.degree):
+                raise self._fail(f"the experts of {chunk.id}: {problem}")
+            return given, made, nests[0]
+        named = (i for name in self._asked.index for i in AskedIndexes((name,), params).named(joint, indexes, name))
+        for node, _ in filter(None, (wants_whole(indexes, i) for i in named)):
+            raise self._fail(f"{title(node)} wants all experts of {chunk.id}; leave it out of the region")
+        found = "several indexes are" if nests else "no index is"
+        raise self._fail(
+            f"{found} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first dimension of a stack of "
+            "weights [experts, m, n], in products with one matrix each (torch.bmm)"
+        )
 
     def _crossings(self, chunk: Chunk) -> Iterator[tuple[str, Dispatched]]:
         """Yield the values that a chunk reads from the other side, with how they are exchanged."""

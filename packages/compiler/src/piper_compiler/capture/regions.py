@@ -12,7 +12,8 @@ the operations in program order:
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
-   between the first and the last operation with a layer, joins the latest region instead of opening a new visit.
+   between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
+   unless that is opaque or one of experts.
 4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
    bytes cross then (`sinking`).
 
@@ -259,7 +260,7 @@ class _Assigner:
         latest = self._latest.get(key)
         if latest is not None and self._may_join(node, latest):
             return latest
-        if latest is not None and self.is_between(node) and OPAQUE not in self.regions[-1].coords:
+        if latest is not None and self.is_between(node) and not _alone(self.regions[-1].coords):
             return self.regions[-1]
         region = Region(len(self.regions), coords, latest.visit + 1 if latest else 0)
         self.regions.append(region)
@@ -280,7 +281,7 @@ class _Assigner:
         sinking = Sinking(nodes, {n: r.number for n, r in self.home.items()}, movable, self._facts)
         for region in reversed(self.regions):
             own = [self._position[n] for n in region.nodes if self._own[n]]
-            if own and OPAQUE not in region.coords and (LAYER in region.coords or self._layered[1] < 0):
+            if own and not _alone(region.coords) and (LAYER in region.coords or self._layered[1] < 0):
                 sinking.into(region.number, region.nodes, min(own))
         for region in self.regions:
             region.nodes.clear()
@@ -296,6 +297,11 @@ class _Assigner:
         written_later = any(s in self._written and self._written[s][1].number > region.number for s in storages)
         made_later = any(n in self.home and self.home[n].number > region.number for n in read)
         return not (self._facts.writes[node] or written_later or made_later)
+
+
+def _alone(coords: Mapping[str, int]) -> bool:
+    """Return whether a region has no operations but those that were written in it."""
+    return OPAQUE in coords or EXPERTS in coords
 
 
 def _user(coords: Mapping[str, int]) -> Coords:

@@ -128,7 +128,7 @@ class Shard:
         """Raise DirectiveError where the program was not made for experts that devices share."""
         if graph.mesh.size(self.over) == 1:
             return
-        if self.over not in dict(graph.program.experts):
+        if dict(graph.program.experts).get(self.over) != graph.mesh.size(self.over):
             raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
         for node in compute_nodes(self, graph, self.selection):
             if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from piper_compiler.directives.split import split_all
 from piper_compiler.passes.buckets import make_buckets
-from piper_compiler.passes.moves import exchange
+from piper_compiler.passes.moves import check_exchanges, exchange
 from piper_compiler.request import Training
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
@@ -29,6 +29,7 @@ def complete(graph: Graph, training: Training) -> Graph:
     if not graph.microbatches:
         graph = split_all(graph, 1)
     graph = _place_rest(graph)
+    check_exchanges(graph)
     _check_axes(graph)
     _check_buffers(graph)
     _check_orders(graph)

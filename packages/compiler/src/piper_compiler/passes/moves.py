@@ -13,17 +13,23 @@ from piper_ir.ops import COMM, Collective
 from piper_ir.plan import Channel
 
 
-def exchange(graph: Graph) -> Graph:
-    """Return the graph with its exchanges; raise CompileError where rows are not shared out along their axis."""
-    if not graph.exchanges:
-        return graph
+def check_exchanges(graph: Graph) -> None:
+    """Raise CompileError where rows are not shared out along the axis of an exchange, or exchanges are missing."""
+    if lost := [axis for axis, _ in graph.program.experts if axis not in graph.exchanges]:
+        raise CompileError(f"the program was made for devices that share experts over {lost[0]}; compile its job, or keep shard")
+    over = {a for r in graph.replication.values() for a in r.over}
     for axis in graph.exchanges:
-        over = {a for r in graph.replication.values() for a in r.over}
         if axis not in over:
             raise CompileError(
                 f"devices share experts over {axis} (by shard), and each has rows of its own elsewhere: name {axis} in "
-                f"replicate, too, as in replicate(where(), over={tuple(a for a in ('dp', axis) if a in (*over, axis))!r})"
+                f"replicate, too, as in replicate(where(), over={(*sorted(over), axis)!r})"
             )
+
+
+def exchange(graph: Graph) -> Graph:
+    """Return the graph with its exchanges."""
+    if not graph.exchanges:
+        return graph
     edit = graph.edit()
     for node in graph.sequence:
         if not isinstance(node.op, COMM):

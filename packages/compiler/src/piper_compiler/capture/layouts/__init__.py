@@ -28,7 +28,7 @@ from piper_compiler.capture.layouts.decide import Decision, decided
 from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
-from piper_compiler.capture.layouts.reasons import title
+from piper_compiler.capture.layouts.reasons import title, wants_whole
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
@@ -51,6 +51,7 @@ __all__ = [
     "taken_apart",
     "title",
     "uneven",
+    "wants_whole",
 ]
 
 

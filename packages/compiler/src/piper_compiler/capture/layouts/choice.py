@@ -161,7 +161,7 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
             claims.append(_Claim(one, (), stream, inside))
             continue
         if one.experts:
-            claims.append(_Claim(one, experts_of(joint, first, one, params)))
+            claims.append(_Claim(one, experts_of(joint, first, one, params, kept)))
             continue
         wanted = AskedIndexes(one.index, params).among(joint, first, nests)
         fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
@@ -172,9 +172,15 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
     return chosen
 
 
-def experts_of(joint: Joint, indexes: Indexed, asked: Sharding, params: ParamNames) -> tuple[Nested, ...]:
-    """Return the experts of a chunk, whose weights have them and which what crosses between chunks may have, too."""
+def experts_of(
+    joint: Joint, indexes: Indexed, asked: Sharding, params: ParamNames, kept: Collection[int] = ()
+) -> tuple[Nested, ...]:
+    """Return the experts of a chunk, whose weights have them and which what crosses between chunks may have, too.
+
+    The inputs `kept` are to stay whole.
+    """
     whole = {i for op in indexes.ops.values() for i in op.whole}
+    whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
     wanted = AskedIndexes(asked.index, params)
     named = {i for name in asked.index for i in wanted.named(joint, indexes, name)}
     found = {
