@@ -37,6 +37,12 @@ CASES: dict[str, tuple[Mesh, list[Any]]] = {
     "dualpipe, four": (Mesh(ep=4, pp=2), [recipes.dualpipe(pp=2, microbatches=2), rows()]),
     "dualpipe_v, recompute": (Mesh(ep=2, pp=2), [recipes.dualpipe_v(pp=2, microbatches=4), rows(zero=1), INPUTS]),
     "heads": (Mesh(ep=2, tp=2), [HEADS, rows()]),
+    "tokens over cp": (Mesh(ep=2, cp=2), [piper.shard(where(), over="cp", index="tokens"), rows()]),
+    "groups of layers made again": (
+        Mesh(ep=2, pp=2),
+        [recipes.one_f_one_b(pp=2, microbatches=2), rows(), piper.recompute(where(layer=ANY), keep="inputs", group=2)],
+    ),
+    "states shared along dp": (Mesh(dp=2, ep=2), [piper.replicate(where(), ("dp", "ep"), shard=dict(optim=("dp",)))]),
     "heads and tokens, 1f1b": (Mesh(ep=2, tp=2, pp=2), [TOKENS, recipes.one_f_one_b(pp=2, microbatches=2), rows(zero=3)]),
 }
 
