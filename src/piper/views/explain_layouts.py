@@ -154,6 +154,7 @@ def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
     yield f"    computed whole on each device: {_work(facts.work, len(facts.ids) / total if total else 0.0)}"
     yield from _attention(plan.chunk(facts.ids[0]), facts.shardings)
     yield from _collectives(plan.chunk(facts.ids[0]))
+    yield from _tokens(plan, plan.chunk(facts.ids[0]))
     yield from _summed(plan, facts, prefix)
 
 
@@ -194,6 +195,15 @@ def _collectives(chunk: Chunk) -> Iterator[str]:
                 continue  # said already
             times = f"{count}x" if count > 1 else ""
             yield f"    {step}  {kind:14} {f'{times} {size_text(nbytes)}':>10} over {axis} {why}"
+
+
+def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
+    """Yield what comes from other devices to experts, and goes back to them, in a microbatch."""
+    if chunk.experts:
+        given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
+        made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
+        devices = f"{plan.mesh.size(chunk.experts)} devices along {chunk.experts}"
+        yield f"    tokens of {devices} come and go by AllToAll: {size_text(given)} in, {size_text(made)} out, and gradients"
 
 
 def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:

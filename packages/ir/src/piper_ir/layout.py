@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper_ir.mesh import Mesh
+from piper_ir.select import Where
 from piper_ir.sizes import Dim, bind
 
 
@@ -32,6 +33,11 @@ class DimPart:
     outer: int = 1
 
 
+EXPERTS = "experts"
+"""The name of the index of a mixture's experts, and of the coordinate of the regions that compute them."""
+ROWS = "rows"
+"""The stream of an axis whose devices each have rows of their own, and trade them for those of their experts."""
+
 Layout = tuple[DimPart, ...]
 """The way in which a tensor is taken apart: each entry applies to what the ones before it have left."""
 
@@ -44,13 +50,15 @@ class Sharding:
         over: the mesh axis.
         degree: the number of its devices.
         index: names of the indexes that they share; all that can be shared where none is named.
-        stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
+        stream: "tokens" where they also share what passes from layer to layer, along its tokens; "rows" where each has
+            rows of its own and the selected chunks are of experts, of which each has some; else "".
         keep: whether what the forward gathers is kept for the backward, and not gathered again.
         split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
         context: whether they share the tokens of all ops (context parallelism).
         attention: how they compute attention then, which needs the keys of all tokens: "heads", "ring" or "gather".
         order: which tokens a device has then: "blocks", or the two of "zigzag", r and 2 n - 1 - r of 2 n blocks; ""
             before it is chosen.
+        selection: the chunks that they share; all where it is None.
     """
 
     over: str
@@ -62,12 +70,18 @@ class Sharding:
     context: bool = False
     attention: str = field(default="heads", repr=False)
     order: str = field(default="", repr=False)
+    selection: Where | None = field(default=None, repr=False)
 
     @property
     def way(self) -> str:
         """Return how attention is computed, and of which tokens, as a text; "" for heads and blocks."""
         order = self.order if self.order == "zigzag" else ""
         return f"{self.attention} {order}".strip() if order or self.attention != "heads" else ""
+
+    @property
+    def experts(self) -> bool:
+        """Return whether they share experts, and rows everywhere else."""
+        return self.stream == ROWS
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

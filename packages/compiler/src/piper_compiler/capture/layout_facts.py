@@ -11,7 +11,18 @@ import torch
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.kernels import flops_of
-from piper_compiler.capture.layouts import HEADS, AskedIndexes, NamedIndexes, Parted, parted, shareable, steps_of, title, uneven
+from piper_compiler.capture.layouts import (
+    HEADS,
+    AskedIndexes,
+    NamedIndexes,
+    Parted,
+    experts_of,
+    parted,
+    shareable,
+    steps_of,
+    title,
+    uneven,
+)
 from piper_compiler.capture.layouts.indexes import LoopIndex
 from piper_compiler.capture.sharding import params_of
 from piper_ir.layout import Sharding
@@ -152,6 +163,10 @@ class _Shares:
     def of(named: NamedIndexes, recipe: TraceSpec) -> _Shares:
         found = _Shares(named, recipe)
         for asked in recipe.shardings:
+            if asked.experts:
+                experts = experts_of(named.joint, named.indexes, asked, recipe.params)
+                found._add({i: asked.degree for nest in experts for i in nest}, asked.over)
+                continue
             if asked.stream or asked.context:
                 found._add({i: asked.degree for i, name in named.names.items() if name == "tokens"}, asked.over)
             if asked.context:

@@ -18,17 +18,20 @@ from piper_compiler.capture.layouts.choice import (
     HEADS,
     SharedChunk,
     common_degrees,
+    experts_of,
     share,
     shareable,
     split_degrees,
     steps_of,
+    taken_apart,
     uneven,
 )
 from piper_compiler.capture.layouts.context import ordered
 from piper_compiler.capture.layouts.decide import Decision, decided
+from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
-from piper_compiler.capture.layouts.names import AskedIndexes, ParamNames
-from piper_compiler.capture.layouts.reasons import title
+from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
+from piper_compiler.capture.layouts.reasons import title, wants_whole
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
@@ -37,18 +40,23 @@ __all__ = [
     "Agreed",
     "AskedIndexes",
     "NamedIndexes",
+    "Nested",
     "Parted",
     "Sharded",
     "check_asked",
     "common_degrees",
+    "experts_of",
+    "key_of",
     "ordered",
     "parted",
     "shareable",
     "shared_joint",
     "split_degrees",
     "steps_of",
+    "taken_apart",
     "title",
     "uneven",
+    "wants_whole",
 ]
 
 

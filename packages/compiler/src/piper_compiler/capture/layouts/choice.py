@@ -186,11 +186,35 @@ def _claimed(joint: Joint, first: Indexed, asked: Sequence[Sharding], kept: Coll
             inside = tuple(nest for nest in heads_too if steps_of(nest, tensor * one.degree) is not None)
             claims.append(_Claim(one, (), stream, inside))
             continue
+        if one.experts:
+            claims.append(_Claim(one, experts_of(joint, first, one, params, kept)))
+            continue
         wanted = AskedIndexes(one.index, params).among(joint, first, nests)
         fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
         others += [(n, one.degree) for n in wanted if n not in fitting]
         claims.append(_Claim(one, fitting, stream))
     return _Chosen(joint, first, tuple(claims), tuple(others))
+
+
+def experts_of(
+    joint: Joint, indexes: Indexed, asked: Sharding, params: ParamNames, kept: Collection[int] = ()
+) -> tuple[Nested, ...]:
+    """Return the experts of a chunk, whose weights have them and which what crosses between chunks may have, too.
+
+    The inputs `kept` are to stay whole.
+    """
+    whole = {i for op in indexes.ops.values() for i in op.whole}
+    whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
+    wanted = AskedIndexes(asked.index, params)
+    named = {i for name in asked.index for i in wanted.named(joint, indexes, name)}
+    found = {
+        run
+        for k, node in enumerate(joint.inputs)
+        if joint.kinds[k] == "param"
+        for dim in indexes.tensors[node, 0]
+        for run in _runs(dim, lambda i: i in named and i not in whole)
+    }
+    return tuple(sorted(found, key=lambda run: run[0].number))
 
 
 def _check_tokens(chosen: _Chosen) -> None:
@@ -293,7 +317,7 @@ def _axes(
                 for nests in (claim.weights, claim.stream, claim.inside)
             )
             within = {_found(cut, places[n, number][k]): _found(cut, halves[n]) for n in claim.stream if claim.halved(n)}
-            yield SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within)
+            yield SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within, experts=claim.asked.experts)
 
 
 def _twice(axes: Sequence[SharedAxis]) -> bool:
@@ -334,13 +358,13 @@ def _size(indexes: Indexed, at: tuple[TensorKey, int]) -> int:
 
 
 def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
-    seen: set[Nested] = set()
+    seen, exchanged = set[Nested](), joint.exchanged
     for k, node in enumerate(joint.inputs):
-        if joint.kinds[k] in ("value", "batch") and len(indexes.tensors[node, 0]) > TOKENS:
+        if joint.kinds[k] in ("value", "batch") and node not in exchanged and len(indexes.tensors[node, 0]) > TOKENS:
             seen.add(indexes.tensors[node, 0][TOKENS])
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]
-        if len(dims) > TOKENS:
+        if node not in exchanged and len(dims) > TOKENS:
             seen.add(dims[TOKENS])
     yield from sorted((n for n in seen if n), key=lambda n: n[0].number)
 

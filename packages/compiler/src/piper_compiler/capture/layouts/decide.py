@@ -50,6 +50,7 @@ class SharedAxis:
         halves: for each index that devices take in zigzag order, the one of two halves right outside of it: in the
             second half the places are counted from behind.
         tables: what crosses between layers and is whole nevertheless.
+        experts: whether what crosses between chunks is in parts of `weights`, and devices share no more than that.
     """
 
     name: str
@@ -60,6 +61,7 @@ class SharedAxis:
     attention: str = context.HEADS
     halves: Mapping[LoopIndex, LoopIndex] = field(default_factory=dict)
     tables: frozenset[fx.Node] = frozenset()
+    experts: bool = False
 
     def in_order(self, op: OpIndexes, index: LoopIndex) -> bool:
         """Return whether the two halves stand right outside of an index in all tensors of an op, where it has halves.
@@ -122,6 +124,7 @@ class _Pass:
         self.decision = Decision(settled=dict(settled))
         self.new: dict[TensorKey, Along] = {}
         self._joint, self._indexes, self._axis, self._terms = joint, indexes, axis, terms
+        self._exchanged = joint.exchanged
         self._params = {n: k for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param"}
         self._asked: dict[TensorKey, LoopIndex] = {}
         self._gradients = {key_of(n) for k, n in joint.grads.items() if joint.kinds[k] == "param"}
@@ -164,7 +167,14 @@ class _Pass:
                 self._ask(argument, index)
 
     def _boundary(self, node: fx.Node) -> Along:
-        """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike."""
+        """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike.
+
+        What experts take and give is in parts of their index.
+        """
+        if self._axis.experts:
+            return self._first(self._axis.weights, node)
+        if node in self._exchanged:
+            return None
         dims = self._indexes.tensors[key_of(node)]
         if node in self._axis.tables:
             return None

@@ -172,8 +172,13 @@ class _Builder:
         return [self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))]
 
     def _shared(self, node: fx.Node) -> int:
-        """Return among how many devices the work of an op is shared."""
-        return prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
+        """Return among how many devices the work of an op is shared; those with rows of their own share none."""
+        return self._shared_by((node, 0))
+
+    def _shared_by(self, key: TensorKey) -> int:
+        """Return among how many devices the work on a tensor is shared; those with rows of their own share none."""
+        lying = zip(self._axes, self._lying(key), strict=True)
+        return prod([axis.degree for axis, how in lying if how is not None and not axis.experts])
 
     def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
         """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
