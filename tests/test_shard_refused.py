@@ -49,6 +49,7 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
         PAIR,
         r"sequence='yes'\): True or False is accepted",
     ),
+    (lambda: ANY(where(), sms=4), PAIR, 'channel and sms are for the exchanges with experts: use stream="rows"'),
     (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
     (lambda: piper.shard(where(layer=0)), PAIR, "of 10 nodes are selected; devices share all chunks or none"),
     (lambda: (piper.shard(where()), piper.shard(where())), PAIR, r"shard\(where\(\)\) shares the same already, over tp"),
@@ -78,8 +79,9 @@ def test_what_is_wrong_is_one_message(directives: Callable[[], Any], mesh: Mesh,
         piper.compile(compositions.job_of(CASE), Strategy(mesh, (directives(),)))
 
 
-ELSEWHERE = {4: "a program without code", 8: "names", 9: "tokens", 10: "optimizers"}
-"""The conditions that need a program or a job to be seen, each with its test below or in tests/test_tensor_parallel.py."""
+ELSEWHERE = {4: "a program without code", 8: "names", 9: "tokens", 10: "optimizers", 12: "experts"}
+"""The conditions that need a program or a job to be seen, each with its test below, in tests/test_tensor_parallel.py
+or in tests/test_experts_refused.py."""
 
 
 def conditions(text: str) -> dict[int, str]:
@@ -102,7 +104,7 @@ def test_every_condition_is_refused() -> None:
             piper.compile(compositions.job_of(CASE), Strategy(mesh, (directives(),)))
         seen |= set(map(int, re.findall(r"\[shard condition (\d+)\]", str(caught.value))))
     written = conditions(str(inspect.getmodule(Shard).__doc__).split("Legality")[1])
-    assert seen | ELSEWHERE.keys() == written.keys() and not seen & {8, 9, 10}
+    assert seen | ELSEWHERE.keys() == written.keys() and not seen & {8, 9, 10, 12}
 
 
 TOKENS = piper.shard(where(), over="cp", index="tokens")

@@ -19,8 +19,8 @@ With stream="rows" the devices share the experts of the selected chunks, and hav
 
 Legality
  1. It stands before every other directive, and selects all chunks; with stream="rows" those that compute experts.
- 2. `over` is the name of an axis that no other directive uses. An axis of one device changes nothing. With stream="rows"
-    `replicate` names it, too.
+ 2. `over` is the name of an axis that no other directive uses. An axis of one device changes nothing. With
+    stream="rows" `replicate` names it, too.
  3. `stream` is "", "tokens" or "rows", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
  5. Of several, each is over an axis of its own; one at most shares the tokens, one at most experts, one at most

@@ -22,12 +22,11 @@ from piper_compiler.capture.layouts.choice import (
     share,
     shareable,
     split_degrees,
-    steps_of,
     taken_apart,
-    uneven,
 )
 from piper_compiler.capture.layouts.context import ordered
 from piper_compiler.capture.layouts.decide import Decision, decided
+from piper_compiler.capture.layouts.fitting import steps_of, uneven
 from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from piper_compiler.capture.layouts.choice import in_crossing, shareable, taken_apart, uneven
+from piper_compiler.capture.layouts.choice import in_crossing, shareable, taken_apart
+from piper_compiler.capture.layouts.fitting import uneven
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, Spots, names_of, spots_of
 from piper_compiler.capture.layouts.reasons import obstacle

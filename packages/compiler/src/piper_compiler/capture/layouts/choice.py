@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd, prod
+from math import prod
 
 import torch
 from torch import fx
@@ -19,9 +19,11 @@ from torch import fx
 from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ZIGZAG
 from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
+from piper_compiler.capture.layouts.fitting import instead, refined, steps_of, tokens_text, uneven
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, OverlappingCuts, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.means import means_apart
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
+from piper_compiler.capture.layouts.nest_places import NestPlace, has_nest, index_at, nest_places
 from piper_compiler.capture.layouts.unfuse import unfused
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
@@ -228,7 +230,7 @@ def _check_tokens(chosen: _Chosen) -> None:
         elif steps_of(nest, degree) is None:
             axes = ", ".join(f"{c.asked.over}={c.asked.degree}" for c in claims)
             raise DirectiveError(
-                f"shard: {_tokens_of(nest)} cannot be shared by {degree} devices ({axes}){_instead(nest, degree)}"
+                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices ({axes}){instead(nest, degree)}"
             )
         for claim in claims:
             if claim.asked.attention != HEADS_AROUND and nest[0].size % (halves * claim.asked.degree):
@@ -259,12 +261,6 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
     )
 
 
-def _tokens_of(nest: Nested) -> str:
-    """Return how many tokens there are, and how the model views them where it takes them apart."""
-    size = prod(i.size for i in nest)
-    return f"{size} tokens" + (f", which the model views as {' x '.join(str(i.size) for i in nest)}," if len(nest) > 1 else "")
-
-
 def _heads(indexes: Indexed) -> tuple[Nested, ...]:
     """Return the heads of queries of each attention."""
     ops = [op for op in indexes.ops.values() if op.call.op is torch.ops.piper.attention.default]
@@ -278,12 +274,12 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
     """
     chosen = _chosen(joint, asked, kept, params)
     first, of_nests = chosen.indexes, chosen.of_nests()
-    places: dict[tuple[Nested, int], list[_Place]] = {}
-    halves: dict[Nested, _Place] = {}
+    places: dict[tuple[Nested, int], list[NestPlace]] = {}
+    halves: dict[Nested, NestPlace] = {}
     for nest, numbers in of_nests.items():
         degrees = [(n, size) for n in numbers for _, size in asked[n].axes]
         halved = [2] if chosen.halves(nest, numbers) > 1 else []
-        found = list(_places(first, nest, [*halved, *(size for _, size in degrees)]))
+        found = list(nest_places(first, nest, [*halved, *(size for _, size in degrees)]))
         if halved:
             halves[nest] = found.pop(0)
         for place, (number, _) in zip(found, degrees, strict=True):
@@ -305,18 +301,18 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
 def _axes(
     chosen: _Chosen,
     asked: Sequence[Sharding],
-    places: Mapping[tuple[Nested, int], Sequence[_Place]],
-    halves: Mapping[Nested, _Place],
+    places: Mapping[tuple[Nested, int], Sequence[NestPlace]],
+    halves: Mapping[Nested, NestPlace],
     cut: Indexed,
 ) -> Iterator[SharedAxis]:
     """Yield each axis, or those into which it is split, with the indexes that its devices share."""
     for number, claim in enumerate(chosen.claims):
         for k, (name, size) in enumerate(asked[number].axes):
             weights, stream, inside = (
-                frozenset(_found(cut, places[n, number][k]) for n in nests)
+                frozenset(index_at(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
             )
-            within = {_found(cut, places[n, number][k]): _found(cut, halves[n]) for n in claim.stream if claim.halved(n)}
+            within = {index_at(cut, places[n, number][k]): index_at(cut, halves[n]) for n in claim.stream if claim.halved(n)}
             yield SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within, experts=claim.asked.experts)
 
 
@@ -369,79 +365,9 @@ def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
     yield from sorted((n for n in seen if n), key=lambda n: n[0].number)
 
 
-def steps_of(nest: Nested, degree: int) -> tuple[int, ...] | None:
-    """Return how many of `degree` places each index of a nest takes, or None where they do not fit evenly."""
-    steps = []
-    for index in nest:
-        taken = gcd(degree, index.size)
-        steps.append(taken)
-        degree //= taken
-        if taken < index.size:
-            break
-    return tuple(s for s in steps if s > 1) if degree == 1 else None
-
-
-def refined(steps: Sequence[tuple[int, ...]], degree: int) -> tuple[int, ...]:
-    """Return the degrees into which an axis is split so that each of `steps` is made of some of them."""
-    points = {1, degree}
-    for sizes in steps:
-        points |= {prod(sizes[:k]) for k in range(1, len(sizes))}
-    ordered = sorted(points)
-    return tuple(b // a for a, b in pairwise(ordered))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Name a factor of a dimension by what is inside of it."""
-
-    key: TensorKey
-    dim: int
-    inner: int
-    size: int
-
-
-def _places(indexes: Indexed, nest: Nested, degrees: Sequence[int]) -> Iterator[_Place]:
-    """Yield where each part of the axis cuts the nest."""
-    key, dim = next((k, d) for k, dims in indexes.tensors.items() for d, inside in enumerate(dims) if _has(inside, nest))
-    inside = indexes.tensors[key][dim]
-    start = inside.index(nest[0])
-    left = prod(i.size for i in inside[start:])
-    for degree in degrees:
-        left //= degree
-        yield _Place(key, dim, left, degree)
-
-
-def _has(inside: Nested, nest: Nested) -> bool:
-    return any(inside[k : k + len(nest)] == nest for k in range(len(inside)))
-
-
-def _found(indexes: Indexed, place: _Place) -> LoopIndex:
-    inner = 1
-    for index in reversed(indexes.tensors[place.key][place.dim]):
-        if inner == place.inner and index.size == place.size:
-            return index
-        inner *= index.size
-    raise OverlappingCuts
-
-
-def uneven(nest: Nested, degree: int) -> str:
-    """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
-    if steps_of(nest, degree) is not None:
-        return ""
-    return f"{degree} devices cannot share {prod(i.size for i in nest)} evenly{_instead(nest, degree)}"
-
-
-def _instead(nest: Nested, degree: int) -> str:
-    """Return the nearest degree that can share a nest evenly, as the end of an error; "" where none can."""
-    size = prod(i.size for i in nest)
-    others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
-    nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
-    return f"; {nearest} can" if nearest else ""
-
-
 def _unshared(joint: Joint, indexes: Indexed, nest: Nested, degree: int) -> Iterator[Unshared]:
     """Yield the dimensions of parameters that `degree` devices cannot share evenly."""
     for k, node in enumerate(joint.inputs):
         for dim, inside in enumerate(indexes.tensors.get((node, 0), ())):
-            if joint.kinds[k] == "param" and _has(inside, nest):
+            if joint.kinds[k] == "param" and has_nest(inside, nest):
                 yield Unshared(k, dim, prod(i.size for i in inside), uneven(nest, degree))
