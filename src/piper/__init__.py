@@ -20,6 +20,7 @@ _HOME = {
     "from_stream": "piper_runtime.data",
     "region": "piper_compiler.capture",
     "tag": "piper_compiler.capture",
+    "replacement": "piper_compiler.capture",
     "op_cost": "piper_ops",
     # the language
     "Mesh": "piper_ir.mesh",
