@@ -26,7 +26,8 @@ piper = torch.ops.piper
 Rule = Callable[[OpCall], Loops]
 TABLES = {
     "products": layout_calls.PRODUCTS, "attention": layout_calls.ATTENTION, "norms": layout_calls.NORMS,
-    "losses": layout_calls.LOSSES, "experts": layout_calls.EXPERTS, "views": layout_calls_moves.VIEWS, "parts": layout_calls_moves.PARTS,
+    "losses": layout_calls.LOSSES, "experts": layout_calls.EXPERTS,
+    "views": layout_calls_moves.VIEWS, "parts": layout_calls_moves.PARTS,
     "reductions": layout_calls_moves.REDUCTIONS, "look-ups": layout_calls_moves.LOOKUPS, "made": layout_calls_moves.MADE,
     "elements": layout_calls_elements.FAMILIES, "single elements": layout_calls_elements.SINGLE,
 }  # fmt: skip

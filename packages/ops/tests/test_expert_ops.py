@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from piper_ops import (
+    DIRECT,
     OP_KERNELS,
     PORTABLE,
     UnsupportedVariant,
@@ -79,9 +80,15 @@ def test_experts_by_ops_equal_a_loop(top: int) -> None:
 
 
 WRONG: dict[str, tuple[str, Any]] = {
-    "combined without shares": ("_unroute_kernel", lambda right: lambda rows, chosen, share: right(rows, chosen, share.abs().sign())),
+    "combined without shares": (
+        "_unroute_kernel",
+        lambda right: lambda rows, chosen, share: right(rows, chosen, share.abs().sign()),
+    ),
     "rows in the order of choices": ("_places", lambda right: lambda chosen: torch.arange(chosen.numel()).view(chosen.shape)),
-    "sorted the other way around": ("_sorted_choices", lambda right: lambda chosen: torch.sort(chosen.flatten(), descending=True)),
+    "sorted the other way around": (
+        "_sorted_choices",
+        lambda right: lambda chosen: torch.sort(chosen.flatten(), descending=True),
+    ),
 }
 
 
@@ -182,6 +189,13 @@ def test_fake_and_real_results_look_alike(name: str, dtype: torch.dtype) -> None
     fake = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
     for a, b in zip(*((made if isinstance(made, tuple) else (made,)) for made in (real, fake)), strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) and a.is_contiguous()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_called_directly_give_what_the_ops_give(name: str) -> None:
+    op, args = call(name)
+    ours, theirs = (made if isinstance(made, tuple) else (made,) for made in (DIRECT[op](*args), op(*args)))
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
 
 
 def test_calls_cover_the_ops_of_experts() -> None:

@@ -49,8 +49,8 @@ def _check_unroute(rows: Tensor, chosen: Tensor, share: Tensor) -> None:
     _check_choices("unroute", share.shape[0], chosen)
     if share.shape != chosen.shape or share.dtype not in FLOATS or rows.shape[0] != chosen.shape[0] * chosen.shape[1]:
         raise UnsupportedVariant(
-            f"unroute: rows {tuple(rows.shape)} and share {tuple(share.shape)} do not fit chosen {tuple(chosen.shape)}: there is a "
-            "row and a share for each choice"
+            f"unroute: rows {tuple(rows.shape)} and share {tuple(share.shape)} do not fit chosen {tuple(chosen.shape)}: there is "
+            "a row and a share for each choice"
         )
 
 
@@ -58,12 +58,13 @@ def _check_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> None:
     fits = rows.dim() == 2 and weight.dim() == 3 and rows.shape[1] == weight.shape[1]
     if not fits or rows.dtype not in FLOATS or rows.dtype != weight.dtype:
         raise UnsupportedVariant(
-            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of {weight.dtype} are not (M, K) "
-            "and (E, K, N) of one floating-point dtype"
+            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of {weight.dtype} are not (M, K"
+            ") and (E, K, N) of one floating-point dtype"
         )
     if counts.dim() != 1 or counts.shape[0] != weight.shape[0] or counts.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for each of the {weight.shape[0]} experts"
+            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for each of the {weight.shape[0]} "
+            "experts"
         )
 
 
@@ -259,7 +260,7 @@ def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_rows, None, grouped_mm_wgrad(rows, counts, grad) if wants_weight else None
 
 
-route_dgrad = define("route_dgrad", "(Tensor grad, Tensor chosen) -> Tensor", _route_dgrad_fake, _route_dgrad_kernel)
+route_dgrad = define("route_dgrad", "(Tensor grad, Tensor chosen) -> Tensor", _route_dgrad_fake, _route_dgrad_kernel, direct=True)
 """An op that returns the gradient (N, W) of the tokens, given that of the rows."""
 route = define(
     "route",
@@ -267,6 +268,7 @@ route = define(
     _route_fake,
     _route_kernel,
     check=_check_route,
+    direct=True,
     backward=_route_backward,
     setup_context=_route_setup,
 )
@@ -276,7 +278,11 @@ A row is a token's copy for one of its choices. Rows are sorted by expert, then 
 how many rows each expert has.
 """
 unroute_dgrad = define(
-    "unroute_dgrad", "(Tensor grad, Tensor chosen, Tensor share) -> Tensor", _unroute_dgrad_fake, _unroute_dgrad_kernel
+    "unroute_dgrad",
+    "(Tensor grad, Tensor chosen, Tensor share) -> Tensor",
+    _unroute_dgrad_fake,
+    _unroute_dgrad_kernel,
+    direct=True,
 )
 """An op that returns the gradient (N k, W) of the rows."""
 unroute_wgrad = define(
@@ -284,6 +290,7 @@ unroute_wgrad = define(
     "(Tensor grad, Tensor chosen, Tensor rows, ScalarType dtype) -> Tensor",
     _unroute_wgrad_fake,
     _unroute_wgrad_kernel,
+    direct=True,
 )
 """An op that returns the gradient (N, k) of the shares, in `dtype`."""
 unroute = define(
@@ -292,6 +299,7 @@ unroute = define(
     _unroute_fake,
     _unroute_kernel,
     check=_check_unroute,
+    direct=True,
     backward=_unroute_backward,
     setup_context=_unroute_setup,
 )
@@ -300,11 +308,19 @@ unroute = define(
 A token's result is the sum of share x row over its choices, in the dtype of the rows. The shares may have another dtype.
 """
 grouped_mm_dgrad = define(
-    "grouped_mm_dgrad", "(Tensor grad, Tensor counts, Tensor weight) -> Tensor", _grouped_dgrad_fake, _grouped_dgrad_kernel
+    "grouped_mm_dgrad",
+    "(Tensor grad, Tensor counts, Tensor weight) -> Tensor",
+    _grouped_dgrad_fake,
+    _grouped_dgrad_kernel,
+    direct=True,
 )
 """An op that returns the gradient (M, K) of the rows."""
 grouped_mm_wgrad = define(
-    "grouped_mm_wgrad", "(Tensor rows, Tensor counts, Tensor grad) -> Tensor", _grouped_wgrad_fake, _grouped_wgrad_kernel
+    "grouped_mm_wgrad",
+    "(Tensor rows, Tensor counts, Tensor grad) -> Tensor",
+    _grouped_wgrad_fake,
+    _grouped_wgrad_kernel,
+    direct=True,
 )
 """An op that returns the gradient (E, K, N) of the matrices: zeros for an expert without rows."""
 grouped_mm = define(
@@ -313,6 +329,7 @@ grouped_mm = define(
     _grouped_fake,
     _grouped_kernel,
     check=_check_grouped,
+    direct=True,
     backward=_grouped_backward,
     setup_context=_grouped_setup,
 )

@@ -38,16 +38,16 @@ WAY_OUT = (
 """The way out for what depends on how many tokens an expert has."""
 
 Replacement = Callable[..., Any]
-Check = Callable[[nn.Module], str]
+Misfit = Callable[[nn.Module], str]
 _Function = TypeVar("_Function", bound=Replacement)
-_KNOWN: dict[str, tuple[Replacement, Check]] = {}
+_KNOWN: dict[str, tuple[Replacement, Misfit]] = {}
 
 
 def _fits_all(module: nn.Module) -> str:
     return ""
 
 
-def replacement(name: str, *, check: Check = _fits_all) -> Callable[[_Function], _Function]:
+def replacement(name: str, *, check: Misfit = _fits_all) -> Callable[[_Function], _Function]:
     """Register a function under a name, by which `tag` puts it in the place of modules' forward.
 
     Args:
@@ -96,11 +96,12 @@ def replace_tagged(model: nn.Module) -> None:
     """Put replacements in the place of the forward of tagged modules; `model` is a copy that nobody else has."""
     for module in model.modules():
         if ATTRIBUTE in module.__dict__:
-            module.__class__ = _with_forward(type(module), _KNOWN[module.__dict__[ATTRIBUTE][0]][0])
+            kind: Any = type(module)
+            module.__class__ = _with_forward(kind, _KNOWN[module.__dict__[ATTRIBUTE][0]][0])
 
 
 @cache
-def _with_forward(kind: type[nn.Module], function: Replacement) -> type[nn.Module]:
+def _with_forward(kind: Any, function: Replacement) -> Any:
     """Return a class with another forward, one for each class and function, so that equal layers stay equal."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,8 +112,8 @@ def _with_forward(kind: type[nn.Module], function: Replacement) -> type[nn.Modul
 
 def _not_gated(module: Any) -> str:
     """Return why a module is not of the form that `gated_experts` computes."""
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(w, Tensor) and w.dim() == 3 for w in weights) or not callable(getattr(module, "act_fn", None)):
+    weights = [w for name in ("gate_up_proj", "down_proj") if isinstance(w := getattr(module, name, None), Tensor)]
+    if [w.dim() for w in weights] != [3, 3] or not callable(getattr(module, "act_fn", None)):
         return "it has no gate_up_proj and down_proj of three dimensions, with an activation act_fn"
     told = {
         "has_bias": "its experts have biases",
