@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import synthetic as synthetic
     from piper_compiler import write_schedule_csv as write_schedule_csv
     from piper_compiler.capture import region as region
+    from piper_compiler.capture import replacement as replacement
     from piper_compiler.capture import tag as tag
     from piper_ir.costs import Costs as Costs
     from piper_ir.costs import Duration as Duration

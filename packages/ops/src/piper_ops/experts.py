@@ -6,8 +6,8 @@
 
 All shapes are known before anything runs: each of N tokens chooses k experts, so there are N k rows, however many each
 expert gets. The order is that of a stable sort, so that equal choices give equal results to the bit. An expert without
-rows has zeros as its gradient. Rows behind the last expert's, of which there may be some in a buffer that is larger than
-needed, are zero in every result and give nothing to a gradient; torch's own grouped product leaves them as they are.
+rows has zeros as its gradient. A buffer may be larger than needed: rows behind the last expert's are zero in every
+result and give nothing to a gradient, where torch's own grouped product leaves what was there before.
 
 The sums of `unroute` are in float32 for half precision. On CUDA, products in bfloat16 are torch's grouped kernel, where
 its sizes allow; anything else is a product per expert, for which the host waits for the counts.
@@ -58,8 +58,8 @@ def _check_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> None:
     fits = rows.dim() == 2 and weight.dim() == 3 and rows.shape[1] == weight.shape[1]
     if not fits or rows.dtype not in FLOATS or rows.dtype != weight.dtype:
         raise UnsupportedVariant(
-            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of {weight.dtype} are not (M, K"
-            ") and (E, K, N) of one floating-point dtype"
+            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of {weight.dtype} are not "
+            "(M, K) and (E, K, N) of one floating-point dtype"
         )
     if counts.dim() != 1 or counts.shape[0] != weight.shape[0] or counts.dtype != torch.int64:
         raise UnsupportedVariant(
@@ -305,7 +305,7 @@ unroute = define(
 )
 """An op that takes the rows (N k, W) of all choices and the share (N, k) of each, and returns (N, W).
 
-A token's result is the sum of share x row over its choices, in the dtype of the rows. The shares may have another dtype.
+A token's result is the sum of share x row over its choices, in the dtype of the rows. The shares may have another one.
 """
 grouped_mm_dgrad = define(
     "grouped_mm_dgrad",
