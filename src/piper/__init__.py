@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import synthetic as synthetic
     from piper_compiler import write_schedule_csv as write_schedule_csv
     from piper_compiler.capture import region as region
+    from piper_compiler.capture import replacement as replacement
     from piper_compiler.capture import tag as tag
     from piper_ir.costs import Costs as Costs
     from piper_ir.costs import Duration as Duration
@@ -85,6 +86,7 @@ _HOME = {
     "from_stream": "piper_runtime.data",
     "region": "piper_compiler.capture",
     "tag": "piper_compiler.capture",
+    "replacement": "piper_compiler.capture",
     "op_cost": "piper_ops",
     # the language
     "Mesh": "piper_ir.mesh",

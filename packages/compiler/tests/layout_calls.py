@@ -1,4 +1,4 @@
-"""Calls whose rules are judged: products, attention, norms and losses. `layout_calls_moves` has the others.
+"""Calls whose rules are judged: products, attention, norms, losses and experts. `layout_calls_moves` has the others.
 
 A case is the op, its arguments from a `Draw`, and where it can be computed in parts (see `layout_judge`).
 """
@@ -50,6 +50,16 @@ def layer_norm(d: Draw, x: str, inner: str) -> tuple[Any, ...]:
 def rms_norm(d: Draw, x: str, inner: str) -> tuple[Any, ...]:
     given = d.f(x)
     return d.f(x), given, d.shape(inner), piper.rms_norm(given, d.shape(inner), None, 1e-5)[1]
+
+
+def choices(d: Draw) -> Any:
+    """The experts that 6 tokens chose, of 4 of which the last one is empty."""
+    return torch.stack([d.order("2", 3) for _ in range(6)])
+
+
+def grouped(d: Draw, rows: str, columns: str) -> tuple[Any, ...]:
+    """14 rows of 4 experts, of which one has none, and two rows behind theirs; then rows of columns."""
+    return d.f("7" + "2" + rows).flatten(0, 1), torch.tensor([5, 0, 3, 4]), d.f("7" + "2" + columns).flatten(0, 1)
 
 
 def group_norm(d: Draw, mask: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -278,5 +288,18 @@ LOSSES = cases({
     ),
     "binary_cross_entropy gradient, sum": (
         aten.binary_cross_entropy_backward, lambda d: (d.f(""), d.p("rc"), d.p("rc"), d.p("c"), 2), ". == == = -> ==",
+    ),
+})  # fmt: skip
+
+EXPERTS = cases({
+    "route": (piper.route, lambda d: (d.f("6w"), choices(d), 4), "-- -- -> -- -"),
+    "route gradient": (piper.route_dgrad, lambda d: (d.f("62w").flatten(0, 1), choices(d)), "-= -- -> -="),
+    "grouped_mm": (piper.grouped_mm, lambda d: (*grouped(d, "k", "k")[:2], d.f("4kn")), "-+ - -+= -> -="),
+    "grouped_mm gradient": (piper.grouped_mm_dgrad, lambda d: (*grouped(d, "n", "n")[:2], d.f("4kn")), "-+ - -=+ -> -="),
+    "grouped_mm gradient of matrices": (piper.grouped_mm_wgrad, lambda d: grouped(d, "k", "n"), "-= - -= -> -=="),
+    "unroute": (piper.unroute, lambda d: (d.f("62w").flatten(0, 1), choices(d), d.f("62")), "-= -- -- -> -="),
+    "unroute gradient": (piper.unroute_dgrad, lambda d: (d.f("6w"), choices(d), d.f("62")), "-= -- -- -> -="),
+    "unroute gradient of shares": (
+        piper.unroute_wgrad, lambda d: (d.f("6w"), choices(d), d.f("62w").flatten(0, 1), torch.float64), "-+ -- -+ -> --",
     ),
 })  # fmt: skip

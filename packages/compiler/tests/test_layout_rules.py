@@ -26,7 +26,8 @@ piper = torch.ops.piper
 Rule = Callable[[OpCall], Loops]
 TABLES = {
     "products": layout_calls.PRODUCTS, "attention": layout_calls.ATTENTION, "norms": layout_calls.NORMS,
-    "losses": layout_calls.LOSSES, "views": layout_calls_moves.VIEWS, "parts": layout_calls_moves.PARTS,
+    "losses": layout_calls.LOSSES, "experts": layout_calls.EXPERTS,
+    "views": layout_calls_moves.VIEWS, "parts": layout_calls_moves.PARTS,
     "reductions": layout_calls_moves.REDUCTIONS, "look-ups": layout_calls_moves.LOOKUPS, "made": layout_calls_moves.MADE,
     "elements": layout_calls_elements.FAMILIES, "single elements": layout_calls_elements.SINGLE,
 }  # fmt: skip
@@ -160,6 +161,9 @@ WRONG: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
     "channels of a group are apart": ("group_norm gradient, frozen", _freed()),
     "the shape of the whole weight": ("layer_norm_wgrad", _unmoved),
     "a table in parts": ("embedding", _summed()),
+    "rows of experts are apart": ("grouped_mm", _of(Loops(_same((DimOf(0, 0), DimOf(-1, 0)))))),
+    "experts are apart": ("grouped_mm", _of(Loops(_same((DimOf(1, 0), DimOf(2, 0))), summed=frozenset({DimOf(1, 0)})))),
+    "a share's gradient of its own part": ("unroute gradient of shares", _of(Loops(linear=(frozenset({0, 2}),)))),
     "counts of parts": ("embedding gradient, by count", _summed()),
     "an added tensor with each term": ("scatter_add", _summed()),
     "a repeated part": ("repeat", _freed()),

@@ -110,10 +110,10 @@ def capture_key(job: Job) -> CaptureKey | None:
     import torch
 
     from piper.api.content import content_of
-    from piper_compiler.capture import built_model
+    from piper_compiler.capture import built_model, own_replacements
     from piper_ops import own_costs
 
-    loss, costs = content_of(job.loss), content_of(own_costs(), runs=True)
+    loss, costs = content_of(job.loss, own_replacements()), content_of(own_costs(), runs=True)
     if loss is None or costs is None:
         return None
     model = content_of(job.model, runs=True)

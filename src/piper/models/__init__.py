@@ -2,8 +2,8 @@
 
 There are presets of published ones, and a job for each. A size is a frozen dataclass:
 `dataclasses.replace(models.preset("llama3-8b"), layers=2)` is another. Nothing is allocated until a plan is executed.
-The blocks are in an nn.ModuleList, so that `partition` finds them. This room may import `piper_ir` and `piper_runtime`,
-and no other room of `piper`.
+The blocks are in an nn.ModuleList, so that `partition` finds them. This room may import `piper_ir`, `piper_ops` and
+`piper_runtime`, and no other room of `piper`.
 """
 
 from piper.models.families import hugging_face

@@ -1,9 +1,13 @@
-"""Define a mixture of experts with a capacity in a Llama of Qwen3's kind.
+"""Define a mixture of experts in a Llama of Qwen3's kind, with a capacity or dropless.
 
-See GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961. Every token goes to its `top_k` experts, and an expert takes
-at most `capacity` tokens of each row: all shapes are known before anything runs. Tokens of different rows never
-compete, so that a batch is routed the same however it is cut into microbatches. The products of the experts are a
-region with the coordinate `experts`: a strategy with `piper.shard(where(experts=ANY), ...)` shares them among devices.
+With a capacity (GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961) every token goes to its `top_k` experts, and an
+expert takes at most `capacity` tokens of each row. Without one (MegaBlocks, arXiv 2211.15841) an expert takes every
+token that chose it: rows are sorted by expert, and one grouped product multiplies all of them. In both all shapes are
+known before anything runs, and tokens of different rows never compete, so that a batch is routed the same however it is
+cut into microbatches.
+
+The products of experts with a capacity are a region with the coordinate `experts`: a strategy with
+`piper.shard(where(experts=ANY), ...)` shares them among devices. Dropless experts are on each device that has the layer.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from piper.models.llama import Llama, LlamaConfig
 from piper.models.parts import check_sizes
 from piper_compiler.capture import region
 from piper_ir.errors import JobError
+from piper_ops import grouped_mm, route, unroute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,26 +33,30 @@ class MoEConfig(LlamaConfig):
     Attributes:
         experts: How many a layer has.
         top_k: Experts that a token goes to.
-        capacity_factor: Places of an expert over the tokens that it would get if all experts got equally many.
+        capacity_factor: Places of an expert over the tokens that it would get if all experts got equally many. None is
+            dropless: an expert takes every token that chose it.
     """
 
     experts: int
     top_k: int
-    capacity_factor: float = 1.25
+    capacity_factor: float | None = 1.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self, experts=self.experts, top_k=self.top_k)
         if self.top_k > self.experts:
             raise JobError(f"MoEConfig(top_k={self.top_k}): there are {self.experts} experts")
-        if not self.capacity_factor > 0:
-            raise JobError(f"MoEConfig(capacity_factor={self.capacity_factor!r}): a positive number is needed")
+        factor = self.capacity_factor
+        if factor is not None and not factor > 0:
+            raise JobError(f"MoEConfig(capacity_factor={factor!r}): a positive number is needed, or None for a dropless mixture")
 
     def capacity(self, length: int) -> int:
         """Return the tokens that an expert takes of a row: length x top_k / experts x capacity_factor, rounded up.
 
         A token goes to an expert once, so there are never more than `length`.
         """
+        if self.capacity_factor is None:
+            return length
         return min(length, math.ceil(length * self.top_k / self.experts * self.capacity_factor))
 
     def build(self) -> MoE:
@@ -61,7 +70,7 @@ class MoEConfig(LlamaConfig):
 class MoE(Llama):
     """Extend a Llama with feed-forward parts of experts.
 
-    There is no loss that balances them: the capacity bounds what each takes.
+    There is no loss that balances them: a capacity, where there is one, bounds what each takes.
     """
 
 
@@ -70,7 +79,7 @@ class Experts(nn.Module):
 
     The result is the sum over a token's experts of share x expert(token). The shares are the softmax over all experts,
     of the chosen ones, divided by their sum (Qwen3's norm_topk_prob). An expert that is full skips later tokens, which
-    keep the results of their other experts.
+    keep the results of their other experts. In a dropless mixture none is ever full.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -81,6 +90,8 @@ class Experts(nn.Module):
         self.gate, self.up, self.down = (nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, wide, narrow))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.config.capacity_factor is None:
+            return self.dropless(x)
         rows, length, width = x.shape
         top_k, places = self.config.top_k, self.config.experts * self.config.capacity(length)
         share, chosen = self.routed(x)
@@ -115,6 +126,13 @@ class Experts(nn.Module):
         token = torch.arange(expert.shape[1], device=expert.device) // self.config.top_k
         taken = torch.zeros_like(expert[:, :1]).repeat(1, experts * capacity + 1).scatter(1, place, token.expand_as(place))
         return place.clamp(max=experts * capacity - 1), kept, taken[:, :-1]
+
+    def dropless(self, x: Tensor) -> Tensor:
+        """Return the result of experts that take every token: a row for each choice, sorted by expert, and back."""
+        share, chosen = (t.flatten(0, 1) for t in self.routed(x))
+        took, counts = route(x.flatten(0, 1), chosen, self.config.experts)
+        hidden = F.silu(grouped_mm(took, counts, self.gate)) * grouped_mm(took, counts, self.up)
+        return unroute(grouped_mm(hidden, counts, self.down), chosen, share).view_as(x)
 
     def computed(self, x: Tensor) -> Tensor:
         """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight.

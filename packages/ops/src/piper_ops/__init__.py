@@ -1,7 +1,8 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
 Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
-`piper::cross_entropy` with their gradients, those of `vocabulary` and `context`, and the collectives inside of steps.
+`piper::cross_entropy` with their gradients, those of `vocabulary`, `context` and `experts`, and the collectives inside of
+steps.
 Other packages import what they need from here.
 """
 
@@ -9,6 +10,16 @@ from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_al
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import UnsupportedVariant
+from piper_ops.experts import (
+    grouped_mm,
+    grouped_mm_dgrad,
+    grouped_mm_wgrad,
+    route,
+    route_dgrad,
+    unroute,
+    unroute_dgrad,
+    unroute_wgrad,
+)
 from piper_ops.frames import is_model_code
 from piper_ops.library import DIRECT, OP_KERNELS, dtype_name
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
@@ -73,6 +84,9 @@ __all__ = [
     "embedding_part",
     "embedding_part_dgrad",
     "forward_step",
+    "grouped_mm",
+    "grouped_mm_dgrad",
+    "grouped_mm_wgrad",
     "is_model_code",
     "kernel_of",
     "layer_norm",
@@ -87,7 +101,12 @@ __all__ = [
     "rms_norm",
     "rms_norm_dgrad",
     "rms_norm_wgrad",
+    "route",
+    "route_dgrad",
     "shift",
     "storage_key",
+    "unroute",
+    "unroute_dgrad",
+    "unroute_wgrad",
     "user_line",
 ]

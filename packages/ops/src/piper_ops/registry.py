@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from piper_ops import context, losses, norms, sdpa, vocabulary
+from piper_ops import context, experts, losses, norms, sdpa, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class PortableOp:
     """
 
     name: str
-    kind: Literal["attention", "norm", "loss", "embedding", "elementwise"]
+    kind: Literal["attention", "norm", "loss", "embedding", "matmul", "elementwise"]
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
     forward: Formula
@@ -179,7 +180,7 @@ def cross_entropy_joined_flops(call: Call) -> int:
     return 4
 
 
-def embedding_part_flops(call: Call) -> int:
+def copied_flops(call: Call) -> int:
     """Count none: rows are copied."""
     return 0
 
@@ -214,6 +215,41 @@ def context_add_in_place_bytes(call: Call) -> int:
 def context_merge_flops(call: Call) -> int:
     """Count FLOPs per number that is merged: subtract, scale, add."""
     return 3 * call.tensor("more").numel()
+
+
+def grouped_dims(call: Call) -> tuple[int, ...]:
+    """Return (rows, columns, elements) of the products of all experts together, of which each row meets one matrix."""
+    return *call.tensor("rows").shape[:1], call.tensor("weight").shape[2], call.tensor("weight").shape[1]
+
+
+def grouped_dgrad_dims(call: Call) -> tuple[int, ...]:
+    """Return (rows, elements, columns): the matrices are read the other way around."""
+    return *call.tensor("grad").shape[:1], call.tensor("weight").shape[1], call.tensor("weight").shape[2]
+
+
+def grouped_wgrad_dims(call: Call) -> tuple[int, ...]:
+    """Return (elements, columns, rows): each expert sums over its rows."""
+    return call.tensor("rows").shape[1], call.tensor("grad").shape[1], call.tensor("rows").shape[0]
+
+
+def _grouped_flops(dims: Callable[[Call], tuple[int, ...]]) -> Callable[[Call], int]:
+    """Return the FLOPs of such products: 2 M N K, however many rows each expert has."""
+    return lambda call: 2 * prod(dims(call))
+
+
+def route_dgrad_flops(call: Call) -> int:
+    """Count an addition per element of the rows, less the first of each token."""
+    return call.tensor("grad").numel() - call.outs[0].numel()
+
+
+def unroute_flops(call: Call) -> int:
+    """Count a product and an addition per element of the rows."""
+    return 2 * call.tensor("rows").numel()
+
+
+def unroute_dgrad_flops(call: Call) -> int:
+    """Count a product per element of the rows."""
+    return call.outs[0].numel()
 
 
 PORTABLE: Mapping[str, PortableOp] = {
@@ -303,8 +339,34 @@ PORTABLE: Mapping[str, PortableOp] = {
             "embedding",
             outputs=("out",),
             saved=(),
-            forward=Formula(vocabulary.embedding_part, embedding_part_flops, bytes=embedding_part_bytes),
+            forward=Formula(vocabulary.embedding_part, copied_flops, bytes=embedding_part_bytes),
             wgrad=Formula(vocabulary.embedding_part_dgrad, embedding_part_dgrad_flops, bytes=embedding_part_dgrad_bytes),
+        ),
+        PortableOp(
+            "route",
+            "elementwise",
+            outputs=("rows", "counts"),
+            saved=(),
+            forward=Formula(experts.route, copied_flops),
+            dgrad=Formula(experts.route_dgrad, route_dgrad_flops),
+        ),
+        PortableOp(
+            "grouped_mm",
+            "matmul",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(experts.grouped_mm, _grouped_flops(grouped_dims), grouped_dims),
+            dgrad=Formula(experts.grouped_mm_dgrad, _grouped_flops(grouped_dgrad_dims), grouped_dgrad_dims),
+            wgrad=Formula(experts.grouped_mm_wgrad, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims),
+        ),
+        PortableOp(
+            "unroute",
+            "elementwise",
+            outputs=("out",),
+            saved=(),
+            forward=Formula(experts.unroute, unroute_flops),
+            dgrad=Formula(experts.unroute_dgrad, unroute_dgrad_flops),
+            wgrad=Formula(experts.unroute_wgrad, unroute_flops),
         ),
     )
 }

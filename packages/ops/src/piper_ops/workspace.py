@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper_ops import context, losses, sdpa, vocabulary
+from piper_ops import context, experts, losses, sdpa, vocabulary
 from piper_ops.costs import call_of
 from piper_ops.library import OP_KERNELS, accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
@@ -56,10 +56,15 @@ def cuda_workspace(
 
 
 def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
-    """Return the bytes that an op's kernel holds on a CPU: a mask of attention, in the form of torch's kernel."""
-    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad):
+    """Return the bytes that an op's kernel holds on a CPU, where they are counted.
+
+    These are a mask of attention in the form of torch's kernel, and what sorts and sums the rows of experts.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad, *ROUTING):
         return 0
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
+    if op in ROUTING:
+        return _whole_kernel(op, call)
     return _made(call, lambda q, k, mask: cpu_mask(sdpa.additive(mask, q), q))
 
 
@@ -132,18 +137,27 @@ def _cross_entropy_joined(call: Call) -> Workspace:
 
 
 def _embedding_part(call: Call) -> Workspace:
-    """Count what the kernel holds while it runs on meta tensors: it is Python. All of it is per token."""
-    return Workspace(peak_bytes_inside(OP_KERNELS[vocabulary.embedding_part], *map(_on_meta, call.args.values())))
+    """Count all of the kernel; it is per token."""
+    return Workspace(_whole_kernel(vocabulary.embedding_part, call))
 
 
 def _context_merge(call: Call) -> Workspace:
-    """Count what the kernel holds while it runs on meta tensors: it is Python."""
-    return Workspace(peak_bytes_inside(OP_KERNELS[context.context_merge], *map(_on_meta, call.args.values())))
+    """Count all of the kernel, which is Python."""
+    return Workspace(_whole_kernel(context.context_merge, call))
 
 
 def _embedding_part_dgrad(call: Call) -> Workspace:
     """Count the places of the numbers in a device's part. Before these are found, the table is not there yet."""
     return Workspace(8 * call.tensor("indices").numel())
+
+
+def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
+    """Count what a kernel that is Python holds while it runs on meta tensors."""
+    return peak_bytes_inside(OP_KERNELS[op], *map(_on_meta, call.args.values()))
+
+
+def _routing(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
+    return lambda call: Workspace(_whole_kernel(op, call))
 
 
 def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:
@@ -242,6 +256,8 @@ class _Live(TorchDispatchMode):
         return out
 
 
+ROUTING = (experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad)
+"""The ops that bring tokens to experts and back. All that their kernels hold is per token."""
 _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
@@ -253,4 +269,5 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     context.context_merge: _context_merge,
     sdpa.attention: _attention,
     sdpa.attention_dgrad: _attention_dgrad,
+    **{op: _routing(op) for op in ROUTING},
 }

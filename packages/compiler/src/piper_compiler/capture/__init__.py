@@ -12,6 +12,7 @@ from piper_compiler.capture.layout_facts import ChunkFacts, IndexFacts, WorkFact
 from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.recompute import POLICIES
+from piper_compiler.capture.replacements import own_replacements, replacement
 from piper_compiler.capture.sharding import with_shardings
 from piper_compiler.capture.tags import region, tag
 from piper_compiler.capture.variants import with_policies
@@ -36,7 +37,9 @@ __all__ = [
     "layout_facts",
     "named_tensors",
     "narrowest",
+    "own_replacements",
     "region",
+    "replacement",
     "tag",
     "with_policies",
     "with_shardings",

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.replacements import WAY_OUT
 from piper_ir.errors import CaptureError
 from piper_ops import is_model_code
 
@@ -62,7 +63,7 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
     if _torch.data_dependent(tensor):
         raise CaptureError(
             f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "
-            "as torch.where, masks, or a fixed capacity"
+            f"as torch.where, masks, or a fixed capacity. {WAY_OUT}"
         )
     return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from piper_compiler.capture import _torch
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
+from piper_compiler.capture.replacements import WAY_OUT
 from piper_ir.errors import CaptureError
 from piper_ops import REFUSALS, is_model_code
 
@@ -57,6 +58,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
     if "fake impl" in text:
         advice = CUSTOM_OP
+    elif "data-dependent" in text and "branching" not in reason:
+        reason, advice = "how often it runs, or a size, depends on values of tensors", WAY_OUT
     elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
         advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif names_device(text):

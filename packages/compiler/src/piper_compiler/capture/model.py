@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from piper_compiler.capture import _torch, shared
 from piper_compiler.capture.casts import Casts
+from piper_compiler.capture.replacements import replace_tagged
 from piper_ir.errors import CaptureError
 from piper_ir.tools import user_code
 
@@ -112,6 +113,7 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Mo
         fake = _torch.fake_tensor(mode, tensor.shape, target)
         memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
     fake_copy = copy.deepcopy(model, memo)
+    replace_tagged(fake_copy)
     fake_copy.__dict__[shared.ATTRIBUTE] = shared.shared_tensors(named)
     return fake_copy
 

@@ -6,6 +6,7 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
         x = self.embed(tokens)
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
 
+`replace="name"` in a tag puts a registered function in the place of a module's forward (see `replacements.py`).
 `opaque=True` says that autograd runs this part as it is (see `opaque.py`). Selectors see it as the coordinate opaque=1.
 
 The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives
@@ -26,6 +27,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import annotate
 
+from piper_compiler.capture import replacements
 from piper_ir.errors import CaptureError, SelectorError
 
 PREFIX = "piper."
@@ -62,22 +64,26 @@ def _opaque(value: Any) -> Any:
     return 1 if value is True else value
 
 
-def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int]]) -> nn.Module:
+def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn.Module:
     """Give modules coordinates from outside; return `model`.
 
     A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is
     an inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it, and
-    `opaque=True` works as for `region`. Raises SelectorError for a pattern without match, and for two patterns that
-    give one module different values.
+    `opaque=True` works as for `region`. With `replace="name"` a function that is registered under this name takes the
+    place of the module's forward in captures. Raises SelectorError for a pattern without match, for two patterns that
+    give one module different values, and for a replacement that does not exist or does not fit the module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    for pattern, coords in patterns.items():
+    for pattern, given in patterns.items():
+        coords: Any = {key: value for key, value in given.items() if key != replacements.REPLACE}
         _check_coords(pattern, coords)
         matched = [name for name in modules if _matches(pattern, name)]
         if not matched:
             raise SelectorError(f"tag: no module matches {pattern!r}; the model has {_examples(list(modules))}")
         for name in matched:
             _stamp(name, modules[name], pattern, coords)
+            if replacements.REPLACE in given:
+                replacements.mark(name, modules[name], pattern, given[replacements.REPLACE])
     return model
 
 

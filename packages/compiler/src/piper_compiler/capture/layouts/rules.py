@@ -14,6 +14,7 @@ import torch
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts import (
     rules_attention,
+    rules_experts,
     rules_indexing,
     rules_losses,
     rules_made,
@@ -39,6 +40,7 @@ RULES: dict[OpOverload, LoopRule] = {
     **rules_made.RULES,
     **rules_losses.RULES,
     **rules_attention.RULES,
+    **rules_experts.RULES,
     **dict.fromkeys(UNTAGGED, elementwise),
 }
 """The rules by op, without those of ops that torch tags as element-wise."""

@@ -1,0 +1,339 @@
+"""Define piper::route, piper::grouped_mm and piper::unroute: experts that take every token that chose them.
+
+    rows, counts = route(x, chosen, experts)      # a row for each choice, sorted by expert, then by token
+    out = grouped_mm(rows, counts, weight)        # each expert's rows times its matrix
+    y = unroute(out, chosen, share)               # for each token the sum of share x row over its choices
+
+All shapes are known before anything runs: each of N tokens chooses k experts, so there are N k rows, however many each
+expert gets. The order is that of a stable sort, so that equal choices give equal results to the bit. An expert without
+rows has zeros as its gradient. A buffer may be larger than needed: rows behind the last expert's are zero in every
+result and give nothing to a gradient, where torch's own grouped product leaves what was there before.
+
+The sums of `unroute` are in float32 for half precision. On CUDA, products in bfloat16 are torch's grouped kernel, where
+its sizes allow; anything else is a product per expert, for which the host waits for the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper_ops.errors import UnsupportedVariant
+from piper_ops.library import FLOATS, accumulate_dtype, contiguous_empty, define
+
+ALIGNED = 8
+"""The multiple of elements of bfloat16 that torch's grouped kernel needs of a row: 16 bytes."""
+
+
+def _check_choices(op: str, tokens: int | torch.SymInt, chosen: Tensor) -> None:
+    if chosen.dim() != 2 or chosen.shape[0] != tokens or chosen.dtype != torch.int64:
+        raise UnsupportedVariant(
+            f"{op}: chosen {tuple(chosen.shape)} of {chosen.dtype} is not (N, k) of int64 with a row for each of the tokens"
+        )
+
+
+def _check_route(x: Tensor, chosen: Tensor, experts: int) -> None:
+    if x.dim() != 2 or x.dtype not in FLOATS:
+        raise UnsupportedVariant(f"route: x {tuple(x.shape)} of {x.dtype} is not (N, W) of a floating-point dtype")
+    if experts < 1:
+        raise UnsupportedVariant(f"route: experts={experts}; there must be one at least")
+    _check_choices("route", x.shape[0], chosen)
+
+
+def _check_unroute(rows: Tensor, chosen: Tensor, share: Tensor) -> None:
+    if rows.dim() != 2 or rows.dtype not in FLOATS:
+        raise UnsupportedVariant(f"unroute: rows {tuple(rows.shape)} of {rows.dtype} are not (N k, W) of a floating-point dtype")
+    _check_choices("unroute", share.shape[0], chosen)
+    if share.shape != chosen.shape or share.dtype not in FLOATS or rows.shape[0] != chosen.shape[0] * chosen.shape[1]:
+        raise UnsupportedVariant(
+            f"unroute: rows {tuple(rows.shape)} and share {tuple(share.shape)} do not fit chosen {tuple(chosen.shape)}: there is "
+            "a row and a share for each choice"
+        )
+
+
+def _check_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> None:
+    fits = rows.dim() == 2 and weight.dim() == 3 and rows.shape[1] == weight.shape[1]
+    if not fits or rows.dtype not in FLOATS or rows.dtype != weight.dtype:
+        raise UnsupportedVariant(
+            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of {weight.dtype} are not "
+            "(M, K) and (E, K, N) of one floating-point dtype"
+        )
+    if counts.dim() != 1 or counts.shape[0] != weight.shape[0] or counts.dtype != torch.int64:
+        raise UnsupportedVariant(
+            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for each of the {weight.shape[0]} "
+            "experts"
+        )
+
+
+# --- choices and their places
+
+
+def _sorted_choices(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts of all choices in the order of the rows, and the number of each row's choice."""
+    expert, choice = torch.sort(chosen.reshape(-1), stable=True)
+    return expert, choice
+
+
+def _places(chosen: Tensor) -> Tensor:
+    """Return the row [N, k] of each choice."""
+    choice = _sorted_choices(chosen)[1]
+    place = torch.empty_like(choice)
+    place[choice] = torch.arange(choice.shape[0], device=choice.device)
+    return place.view(chosen.shape)
+
+
+def _refuse_unknown(chosen: Tensor, experts: int) -> None:
+    """Raise IndexError for an expert that does not exist; a GPU is not waited for."""
+    wrong = ((chosen < 0) | (chosen >= experts)).any()
+    if wrong.device.type == "cpu":
+        if bool(wrong):
+            raise IndexError(f"route: a chosen expert is out of range: there are {experts}, from 0 on")
+    else:
+        torch._assert_async(~wrong)
+
+
+def _route_fake(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    _check_route(x, chosen, experts)
+    rows = chosen.shape[0] * chosen.shape[1]
+    return contiguous_empty(x, (rows, x.shape[1])), contiguous_empty(chosen, (experts,))
+
+
+def _route_kernel(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    _refuse_unknown(chosen, experts)
+    expert, choice = _sorted_choices(chosen)
+    first = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device))
+    del expert
+    return x.index_select(0, choice.floor_divide_(chosen.shape[1])), first.diff()
+
+
+def _route_dgrad_fake(grad: Tensor, chosen: Tensor) -> Tensor:
+    return contiguous_empty(grad, (chosen.shape[0], grad.shape[1]))
+
+
+def _route_dgrad_kernel(grad: Tensor, chosen: Tensor) -> Tensor:
+    """Return for each token the sum of its rows, in the order of its choices."""
+    place, dtype = _places(chosen), accumulate_dtype(grad.dtype)
+    total = grad.index_select(0, place[:, 0]).to(dtype)
+    for k in range(1, chosen.shape[1]):
+        total += grad.index_select(0, place[:, k])
+    return total.to(grad.dtype)
+
+
+def _unroute_fake(rows: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    _check_unroute(rows, chosen, share)
+    return contiguous_empty(rows, (chosen.shape[0], rows.shape[1]))
+
+
+def _unroute_kernel(rows: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    place, dtype = _places(chosen), accumulate_dtype(rows.dtype)
+    share = share.to(dtype)
+    total = rows.index_select(0, place[:, 0]) * share[:, :1]
+    for k in range(1, chosen.shape[1]):
+        total += rows.index_select(0, place[:, k]) * share[:, k : k + 1]
+    return total.to(rows.dtype)
+
+
+def _unroute_dgrad_fake(grad: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    return contiguous_empty(grad, (chosen.shape[0] * chosen.shape[1], grad.shape[1]))
+
+
+def _unroute_dgrad_kernel(grad: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    """Return for each row its token's gradient times its share."""
+    choice = _sorted_choices(chosen)[1]
+    share = share.reshape(-1).index_select(0, choice).to(accumulate_dtype(grad.dtype)).unsqueeze(1)
+    return (grad.index_select(0, choice.floor_divide_(chosen.shape[1])) * share).to(grad.dtype)
+
+
+def _unroute_wgrad_fake(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return contiguous_empty(chosen, chosen.shape, dtype)
+
+
+def _unroute_wgrad_kernel(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return for each share the product of its token's gradient and its row."""
+    place, wide = _places(chosen), accumulate_dtype(grad.dtype)
+    result = torch.empty(chosen.shape, dtype=dtype, device=grad.device)
+    for k in range(chosen.shape[1]):
+        result[:, k] = (grad * rows.index_select(0, place[:, k])).sum(1, dtype=wide)
+    return result
+
+
+# --- products
+
+
+def _groups(counts: Tensor, most: int) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows with its slice of them; the host waits for the counts of a GPU."""
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+    if start > most:
+        raise IndexError(f"grouped_mm: the counts add up to {start}, and there are {most} rows")
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Return whether torch's grouped kernel takes these tensors, of which one dimension of the last two is dense."""
+    return all(
+        t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % ALIGNED == 0 and t.shape[-2] > 0 and 1 in t.stride()[-2:]
+        for t in tensors
+    )
+
+
+def _grouped_fake(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    _check_grouped(rows, counts, weight)
+    return contiguous_empty(rows, (rows.shape[0], weight.shape[2]))
+
+
+def _grouped_kernel(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    if _has_kernel(rows, weight) and weight.shape[1] % ALIGNED == 0:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        made: Tensor = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
+        behind = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
+        return made.masked_fill_(behind.unsqueeze(1), 0)
+    out, end = rows.new_empty((rows.shape[0], weight.shape[2])), 0
+    for expert, own in _groups(counts, rows.shape[0]):
+        torch.mm(rows[own], weight[expert], out=out[own])
+        end = own.stop
+    out[end:].zero_()
+    return out
+
+
+def _grouped_dgrad_fake(grad: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    return contiguous_empty(grad, (grad.shape[0], weight.shape[1]))
+
+
+def _grouped_dgrad_kernel(grad: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    return _grouped_kernel(grad, counts, weight.transpose(1, 2))
+
+
+def _grouped_wgrad_fake(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+    return contiguous_empty(rows, (counts.shape[0], rows.shape[1], grad.shape[1]))
+
+
+def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+    if _has_kernel(rows, grad):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        made: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
+        return made.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+    out = rows.new_zeros((counts.shape[0], rows.shape[1], grad.shape[1]))
+    for expert, own in _groups(counts, rows.shape[0]):
+        torch.mm(rows[own].t(), grad[own], out=out[expert])
+    return out
+
+
+# --- gradients of autograd
+
+
+def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[1])
+
+
+def _route_backward(ctx: Any, grad: Tensor | None, of_counts: Tensor | None) -> tuple[Tensor | None, ...]:
+    (chosen,) = ctx.saved_tensors
+    return (None if grad is None else route_dgrad(grad, chosen)), None, None
+
+
+def _unroute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _unroute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, chosen, share = ctx.saved_tensors
+    wants_rows, _, wants_share = ctx.needs_input_grad
+    of_rows = unroute_dgrad(grad, chosen, share) if wants_rows else None
+    return of_rows, None, unroute_wgrad(grad, chosen, rows, share.dtype) if wants_share else None
+
+
+def _grouped_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, counts, weight = ctx.saved_tensors
+    wants_rows, _, wants_weight = ctx.needs_input_grad
+    of_rows = grouped_mm_dgrad(grad, counts, weight) if wants_rows else None
+    return of_rows, None, grouped_mm_wgrad(rows, counts, grad) if wants_weight else None
+
+
+route_dgrad = define("route_dgrad", "(Tensor grad, Tensor chosen) -> Tensor", _route_dgrad_fake, _route_dgrad_kernel, direct=True)
+"""An op that returns the gradient (N, W) of the tokens, given that of the rows."""
+route = define(
+    "route",
+    "(Tensor x, Tensor chosen, int experts) -> (Tensor, Tensor)",
+    _route_fake,
+    _route_kernel,
+    check=_check_route,
+    direct=True,
+    backward=_route_backward,
+    setup_context=_route_setup,
+)
+"""An op that takes tokens (N, W) and the experts (N, k) that each chose, and returns rows (N k, W) and counts (E,).
+
+A row is a token's copy for one of its choices. Rows are sorted by expert, then by token, then by choice; `counts` says
+how many rows each expert has.
+"""
+unroute_dgrad = define(
+    "unroute_dgrad",
+    "(Tensor grad, Tensor chosen, Tensor share) -> Tensor",
+    _unroute_dgrad_fake,
+    _unroute_dgrad_kernel,
+    direct=True,
+)
+"""An op that returns the gradient (N k, W) of the rows."""
+unroute_wgrad = define(
+    "unroute_wgrad",
+    "(Tensor grad, Tensor chosen, Tensor rows, ScalarType dtype) -> Tensor",
+    _unroute_wgrad_fake,
+    _unroute_wgrad_kernel,
+    direct=True,
+)
+"""An op that returns the gradient (N, k) of the shares, in `dtype`."""
+unroute = define(
+    "unroute",
+    "(Tensor rows, Tensor chosen, Tensor share) -> Tensor",
+    _unroute_fake,
+    _unroute_kernel,
+    check=_check_unroute,
+    direct=True,
+    backward=_unroute_backward,
+    setup_context=_unroute_setup,
+)
+"""An op that takes the rows (N k, W) of all choices and the share (N, k) of each, and returns (N, W).
+
+A token's result is the sum of share x row over its choices, in the dtype of the rows. The shares may have another one.
+"""
+grouped_mm_dgrad = define(
+    "grouped_mm_dgrad",
+    "(Tensor grad, Tensor counts, Tensor weight) -> Tensor",
+    _grouped_dgrad_fake,
+    _grouped_dgrad_kernel,
+    direct=True,
+)
+"""An op that returns the gradient (M, K) of the rows."""
+grouped_mm_wgrad = define(
+    "grouped_mm_wgrad",
+    "(Tensor rows, Tensor counts, Tensor grad) -> Tensor",
+    _grouped_wgrad_fake,
+    _grouped_wgrad_kernel,
+    direct=True,
+)
+"""An op that returns the gradient (E, K, N) of the matrices: zeros for an expert without rows."""
+grouped_mm = define(
+    "grouped_mm",
+    "(Tensor rows, Tensor counts, Tensor weight) -> Tensor",
+    _grouped_fake,
+    _grouped_kernel,
+    check=_check_grouped,
+    direct=True,
+    backward=_grouped_backward,
+    setup_context=_grouped_setup,
+)
+"""An op that takes rows (M, K), the counts (E,) of each expert and its matrices (E, K, N), and returns (M, N).
+
+The first counts[0] rows are multiplied by the first matrix, and so on. Rows behind them all are zero.
+"""
