@@ -22,9 +22,10 @@ from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.named import load_cluster
-from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.checked import model_for, under_load
 from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
 from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.durations.expert_loads import ExpertLoad, Load, load_notes, load_of
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
@@ -58,6 +59,8 @@ class Simulation:
         without_formula: operators of unknown FLOPs, with their share of the bytes that compute moves.
         notes: warnings, see `summary`.
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
+        load: of experts, which the times hold for; None for a plan without experts.
+        worst_step_s: `step_s` under the worst load of experts, where that is not the one of `step_s`.
     """
 
     step_s: float
@@ -78,6 +81,8 @@ class Simulation:
     ooms: tuple[OomVerdict, ...]
     inside_comm_s: float
     _run: _Run = field(repr=False)
+    load: ExpertLoad | None = None
+    worst_step_s: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -149,6 +154,7 @@ class Simulation:
             "memory": {} if fullest is None else self.memory(fullest),
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
+            "load": None if self.load is None else self.load.as_dict() | {"worst_step_s": self.worst_step_s},
             "sources": self._run.sources(),
             "without_formula": dict(self.without_formula),
             "notes": list(self.notes),
@@ -166,6 +172,7 @@ def simulate(
     model_flops_per_step: float | None = None,
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
+    load: Load | None = None,
 ) -> Simulation:
     """Run a plan on a cluster (a name or a file, see `load_cluster`, or a Cluster).
 
@@ -181,8 +188,14 @@ def simulate(
 
     `model`: the cost model (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
 
+    `load`: of experts that ranks share, tokens of the fullest rank over the mean of all. It is a number, `Zipf(s)`,
+    whose mean counts while `worst_step_s` is under the worst, or the metrics.jsonl of a run, or its folder. It scales
+    the time of experts and of the exchange of their tokens. Without one all ranks have equally many, and `notes` say
+    so.
+
     Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
-    and for a stream that takes more SMs than its devices have; PlanError for a deadlock and for steps < 1.
+    and for a stream that takes more SMs than its devices have; PlanError for a deadlock, for steps < 1, and for a load
+    that cannot be.
     """
     if type(steps) is not int or steps < 1:
         raise PlanError(f"simulate(steps={steps!r}): at least one step is needed, as an integer")
@@ -193,7 +206,16 @@ def simulate(
     target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
     tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
-        return _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, model)
+        under = load_of(plan, load)
+        factory = under_load(model, 1.0 if under is None else under.mean)
+        found = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory)
+        if under is None:
+            return found
+        worst = None
+        if under.worst > under.mean:
+            factory = under_load(model, under.worst)
+            worst = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory).step_s
+        return replace(found, load=under, worst_step_s=worst, notes=(*found.notes, *load_notes(plan, under)))
 
 
 def _simulate(
