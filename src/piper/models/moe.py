@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.llama import Llama, LlamaConfig
+from piper.models.llama import Llama, LlamaBlock, LlamaConfig
 from piper.models.parts import check_sizes
 from piper_ir.errors import JobError
 
@@ -28,11 +29,13 @@ class MoEConfig(LlamaConfig):
         experts: How many a layer has.
         top_k: Experts that a token goes to.
         capacity_factor: Places of an expert over the tokens that it would get if all experts got equally many.
+        balance: The weight of the loss that balances experts; 0 for none. The model then returns that loss, too.
     """
 
     experts: int
     top_k: int
     capacity_factor: float = 1.25
+    balance: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +44,8 @@ class MoEConfig(LlamaConfig):
             raise JobError(f"MoEConfig(top_k={self.top_k}): there are {self.experts} experts")
         if not self.capacity_factor > 0:
             raise JobError(f"MoEConfig(capacity_factor={self.capacity_factor!r}): a positive number is needed")
+        if not 0 <= self.balance < math.inf:
+            raise JobError(f"MoEConfig(balance={self.balance!r}): a number from 0 on is needed, such as 0.001")
 
     def capacity(self, length: int) -> int:
         """Return the tokens that an expert takes of a row: length x top_k / experts x capacity_factor, rounded up.
@@ -53,6 +58,9 @@ class MoEConfig(LlamaConfig):
         """Return the module, on the device that is current; on meta nothing is allocated."""
         return MoE(self)
 
+    def block(self) -> LlamaBlock:
+        return BalancedBlock(self) if self.balance else LlamaBlock(self)
+
     def feed_forward(self) -> nn.Module:
         return Experts(self)
 
@@ -60,8 +68,34 @@ class MoEConfig(LlamaConfig):
 class MoE(Llama):
     """Extend a Llama with feed-forward parts of experts.
 
-    There is no loss that balances them: the capacity bounds what each takes.
+    With `config.balance` the result is (logits, balance [rows]), where `balance` is the sum over layers of
+    `Experts.balance`. Its mean over rows is a part of the loss. It is the same however rows are cut into microbatches
+    and over replicas, since it is a number of each row.
     """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config)
+        self.balanced = bool(config.balance)
+
+    def forward(self, tokens: Tensor) -> Any:
+        if not self.balanced:
+            return super().forward(tokens)
+        x, length, balance = self.tokens(tokens), tokens.shape[1], None
+        cos, sin = self.cos[:length], self.sin[:length]
+        for layer in self.layers:
+            x, balance = layer(x, cos, sin, balance)
+        return self.head(self.norm(x)), balance
+
+
+class BalancedBlock(LlamaBlock):
+    """Compute a block, and add to the loss that balances experts that of its own."""
+
+    feed_forward: Experts
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, balance: Tensor | None = None) -> Any:
+        x = x + self.attention(self.norm1(x), cos, sin)
+        made, more = self.feed_forward.balanced(self.norm2(x))
+        return x + made, more if balance is None else balance + more
 
 
 class Experts(nn.Module):
@@ -80,24 +114,52 @@ class Experts(nn.Module):
         self.gate, self.up, self.down = (nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, wide, narrow))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.combined(x, *self.routed(x))
+
+    def balanced(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, and the loss that balances experts, [rows]."""
+        scores = self.scored(x)
+        share, chosen = self.shared(x, scores)
+        return self.combined(x, share, chosen), self.balance(scores, chosen)
+
+    def combined(self, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sum over the chosen experts of share x expert(token)."""
         rows, length, width = x.shape
         top_k, places = self.config.top_k, self.config.experts * self.config.capacity(length)
-        share, chosen = self.routed(x)
         place, kept, token = self.places(chosen.flatten(1), length)
         took = x.gather(1, token.unsqueeze(-1).expand(-1, -1, width))
         gave = self.computed(took.view(rows, self.config.experts, -1, width)).reshape(rows, places, width)
         each = gave.gather(1, place.unsqueeze(-1).expand(-1, -1, width)) * (share.flatten(1) * kept).unsqueeze(-1)
         return each.view(rows, length, top_k, width).sum(2)
 
-    def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return shares and numbers [rows, T, top_k] of each token's experts; the softmax is in float32 at least.
+    def scored(self, x: Tensor) -> Tensor:
+        """Return the softmax [rows, T, experts] of each token's scores, in float32 at least.
 
         The router computes in the dtype of its weight, which a job may keep wider than that of x.
         """
         exact = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-        scores = self.router(x.to(self.router.weight.dtype))
-        share, chosen = scores.softmax(-1, dtype=exact).topk(self.config.top_k, dim=-1)
+        return self.router(x.to(self.router.weight.dtype)).softmax(-1, dtype=exact)
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return shares and numbers [rows, T, top_k] of each token's experts."""
+        return self.shared(x, self.scored(x))
+
+    def shared(self, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same, given the scores."""
+        share, chosen = scores.topk(self.config.top_k, dim=-1)
         return (share / share.sum(-1, keepdim=True)).to(x.dtype), chosen
+
+    def balance(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the loss of each row [rows] that is least when its tokens choose all experts equally often.
+
+        That is the sum over experts of f x P: f is how often the row's tokens choose the expert, over how often they
+        would if all were chosen equally often, and P its mean score (DeepSeek-V3, arXiv 2412.19437, section 2.1.2:
+        the sequence-wise loss). Gradients flow through P alone.
+        """
+        experts, length = self.config.experts, chosen.shape[1]
+        numbers = torch.arange(experts, device=chosen.device)
+        often = (chosen.flatten(1).unsqueeze(-1) == numbers).sum(1).to(scores.dtype) * (experts / (self.config.top_k * length))
+        return (often * scores.mean(1)).sum(-1)
 
     def places(self, expert: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Assign places to expert [rows, T x top_k], in which a token's choices follow each other.
