@@ -42,7 +42,7 @@ def test_there_is_none_by_default() -> None:
     plain, tokens = replace(CONFIG, balance=0.0), torch.zeros(2, 8, dtype=torch.int64)
     assert isinstance(plain.build()(tokens), Tensor) and len(CONFIG.build()(tokens)) == 2
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(JobError, match="balance=.*a number from 0 on is needed, such as 0.001"):
+        with pytest.raises(JobError, match=r"balance=.*a number from 0 on is needed, such as 0.001"):
             replace(CONFIG, balance=wrong)
 
 

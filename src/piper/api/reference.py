@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from piper.api.reference_weights import cast_tensors, constructed, load_weights
+from piper_ir.expert_tokens import counts_tokens
 
 FLOAT64 = 1e-9
 """The tolerance of float64; a correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
@@ -43,7 +44,7 @@ class Reference:
         losses: Per step, the loss over the global batch.
         gradients: Per step, the gradients that the optimizer saw, of the parameters that have one.
         parameters: After the last step, under their first names.
-        buffers: After the last step, under their first names.
+        buffers: After the last step, under their first names, without those that count the tokens of experts.
         state_dict: The module's, after the last step.
         places: Where the random state was set as for a plan: layers, and the parts before and after them.
     """
@@ -72,7 +73,7 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
         results = [trainer.step(step) for step in range(steps)]
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
+    buffers = {n: b.clone() for n, b in trainer.model.named_buffers() if not counts_tokens(n)}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     return Reference(losses, gradients, named, buffers, state, trainer.random.places)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from piper.models.llama import Llama, LlamaBlock, LlamaConfig
 from piper.models.parts import check_sizes
 from piper_ir.errors import JobError
+from piper_ir.expert_tokens import EXPERT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +107,14 @@ class Experts(nn.Module):
     keep the results of their other experts.
     """
 
+    expert_tokens: Tensor
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         self.router = nn.Linear(config.width, config.experts, bias=False)
         wide, narrow = (config.experts, config.width, config.hidden), (config.experts, config.hidden, config.width)
+        self.register_buffer(EXPERT_TOKENS, torch.zeros(2 * config.experts, dtype=torch.int64), persistent=False)
         self.gate, self.up, self.down = (nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, wide, narrow))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,12 +174,17 @@ class Experts(nn.Module):
         experts, capacity = self.config.experts, self.config.capacity(length)
         numbers = torch.arange(experts, device=expert.device)
         before = (expert.unsqueeze(-1) == numbers).cumsum(1, dtype=torch.int32)  # this choice and the earlier ones, by expert
+        self.count(before[:, -1], capacity)
         turn = before.gather(-1, expert.unsqueeze(-1)).squeeze(-1) - 1
         kept = turn < capacity
         place = torch.where(kept, expert * capacity + turn, experts * capacity)  # one more place for all that have none
         token = torch.arange(expert.shape[1], device=expert.device) // self.config.top_k
         taken = torch.zeros_like(expert[:, :1]).repeat(1, experts * capacity + 1).scatter(1, place, token.expand_as(place))
         return place.clamp(max=experts * capacity - 1), kept, taken[:, :-1]
+
+    def count(self, chose: Tensor, capacity: int) -> None:
+        """Keep the tokens that chose each expert, and those without a place, given the choices [rows, experts]."""
+        self.expert_tokens.copy_(torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0))))
 
     def computed(self, x: Tensor) -> Tensor:
         """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight."""
