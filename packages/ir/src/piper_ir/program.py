@@ -354,15 +354,15 @@ class Program:
             of the program: it has the same key without them.
     """
 
-    chunks: tuple[Chunk, ...]
-    params: tuple[Param, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    batch: tuple[BatchTensor, ...] = ()
+    chunks: tuple[Chunk, ...] = field(repr=False)
+    params: tuple[Param, ...] = field(default=(), repr=False)
+    buffers: tuple[Buffer, ...] = field(default=(), repr=False)
+    batch: tuple[BatchTensor, ...] = field(default=(), repr=False)
     loss_kind: Literal["mean", "sum"] = "mean"
     source: Literal["captured", "synthetic"] = "captured"
     hop: float = 0.0
     overlap: tuple[float, ...] = ()
-    variants: tuple[Chunk, ...] = ()
+    variants: tuple[Chunk, ...] = field(default=(), repr=False)
     axes: tuple[tuple[str, int], ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
