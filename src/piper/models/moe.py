@@ -184,7 +184,7 @@ class Experts(nn.Module):
 
     def count(self, chose: Tensor, capacity: int) -> None:
         """Keep the tokens that chose each expert, and those without a place, given the choices [rows, experts]."""
-        self.expert_tokens.copy_(torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0))))
+        self.expert_tokens = torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0)))
 
     def computed(self, x: Tensor) -> Tensor:
         """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight."""
