@@ -11,7 +11,7 @@ import piper
 from piper import models
 from piper_compiler import Options, Strategy
 from piper_ir.plan import Plan
-from piper_simulator import Cluster, Simulation, load_cluster
+from piper_simulator import Cluster, Load, Simulation, Why, load_cluster, why
 
 POINTS, STEP = 5.0, 10.0
 """How far a ratio may be from the published one, in points, and a rate, in percent."""
@@ -30,6 +30,7 @@ class Setup:
         width: ranks that have rows of their own, and share the experts where `shared`.
         rows: of a microbatch.
         shared: whether each of these ranks has a part of the experts; else all have all.
+        load: of the experts, as in `simulate`.
     """
 
     model: str
@@ -38,7 +39,7 @@ class Setup:
     rows: int = 4
     length: int = 512
     shared: bool = False
-    load: float = 1.0
+    load: Load | None = None
 
     @property
     def config(self) -> models.MoEConfig:
@@ -88,7 +89,7 @@ class Setup:
 
     def simulated(self, strategy: Strategy, stack: str = STACKS[0]) -> Simulation:
         plan = self.plan(strategy)
-        return piper.simulate(plan, self.cluster(stack), load=self.load if self.shared else None)
+        return piper.simulate(plan, self.cluster(stack), load=self.load)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,11 @@ class Line:
     @property
     def tokens_per_s(self) -> float:
         return self.found.tokens_per_s or 0.0
+
+    @property
+    def fullest_s(self) -> float:
+        """Return the seconds that the fullest device computes: no order of the same work is faster."""
+        return self.found.step_s - min(self.found.bubble_s)
 
 
 def setups(shared: bool) -> tuple[Setup, Setup]:
@@ -169,8 +175,19 @@ SPACE: Mapping[str, Sequence[Any]] = {
 """The parameters of the search; rows, microbatches and the mesh stay as they are."""
 
 
-def tuned(setup: Setup, trials: int = 60, seed: int = 0) -> tuple[piper.Study, Strategy]:
-    """Search a strategy for a setup; return the study and its best."""
+@dataclass(frozen=True)
+class Tuned:
+    """Hold what a search found for a setup."""
+
+    setup: Setup
+    params: Mapping[str, Any]
+    candidates: int
+    found: Simulation
+    why: Why
+
+
+def tuned(setup: Setup, trials: int = 60, seed: int = 0) -> Tuned:
+    """Search a strategy for a setup."""
 
     def strategy(trial: Any) -> Strategy:
         p = {name: trial.suggest_categorical(name, list(values)) for name, values in SPACE.items()}
@@ -178,5 +195,8 @@ def tuned(setup: Setup, trials: int = 60, seed: int = 0) -> tuple[piper.Study, S
         return setup.strategy(stages, zero=p["zero"], bucket_mb=p["bucket_mb"])
 
     study = piper.tune(setup.job, strategy, cluster=setup.cluster(), trials=trials, seed=seed, workers=0)
-    assert study.best is not None, study.rejected()
-    return study, study.best
+    best, row = study.best, study.best_row
+    if best is None or row is None:
+        raise RuntimeError(f"{setup}: no candidate fits: {study.rejected()[:3]}")
+    plan = setup.plan(best)
+    return Tuned(setup, row.params, len(study.rows), piper.simulate(plan, setup.cluster()), why(plan, setup.cluster()))
