@@ -117,12 +117,12 @@ def assumptions(found: Sequence[Setup]) -> list[tuple[str, str, str]]:
         (
             "where",
             "A100 of 40 GB, a node for each replica of the pipeline, HDR InfiniBand between",
-            f"40 GB: the paper; {ARTIFACT}",
+            "40 GB: the paper; artifact",
         ),
         ("stages", "as many layers each; the head is with the last, on the device of the first in DualPipeV", "assumed"),
         ("kernels", f"stack {STACKS[0]!r}: {KNOWN[STACKS[0]].source}", "assumed; docs/clusters.md"),
         ("data parallelism", "ZeRO-0, gradients in buckets of 25 MiB, reduced in float32 beside the backward", "assumed"),
-        ("precision", "bf16 compute; float32 masters and AdamW's states", "the issue's bf16; the rest assumed"),
+        ("precision", "bf16 compute; float32 masters and AdamW's states", "bf16: the paper; the rest assumed"),
         ("durations", "by formula, with contention; steady state", "docs/clusters.md"),
     ]
 
@@ -208,9 +208,8 @@ def page9(found: Sequence[Line]) -> str:
     else:
         ok = "within" if abs(error) <= STEP else "**not** within"
         verdict = f"- At 8 x 4 the rate is {error:+.1f} % beside the paper's, {ok} {STEP:g} %."
-    return TEXT9.format(
-        machine=fill(str(machine()), 118), grid=markdown(GRID_HEADER, [grid_cells(x) for x in found]), verdict=verdict
-    )
+    table = markdown(GRID_HEADER, [grid_cells(x) for x in found])
+    return TEXT9.format(machine=fill(str(machine()), 118), grid=table, verdict=verdict)
 
 
 def _pyplot() -> Any:
