@@ -11,7 +11,7 @@ import piper
 from piper import models
 from piper_compiler import Options, Strategy
 from piper_ir.plan import Plan
-from piper_simulator import Cluster, Load, Simulation, Why, load_cluster, why
+from piper_simulator import Cluster, GivenLoad, Simulation, Why, load_cluster, why
 
 POINTS, STEP = 5.0, 10.0
 """How far a ratio may be from the published one, in points, and a rate, in percent."""
@@ -39,7 +39,7 @@ class Setup:
     rows: int = 4
     length: int = 512
     shared: bool = False
-    load: Load | None = None
+    load: GivenLoad | None = None
 
     @property
     def config(self) -> models.MoEConfig:

@@ -44,7 +44,7 @@ def test_draws_have_a_seed_and_limits() -> None:
     assert 1 <= mean_and_worst(Zipf(0.0))[0] < mean_and_worst(Zipf(2.0))[1] <= 4, "all tokens at one rank of four"
     for wrong in (-1, float("nan"), True, "0.3"):
         with pytest.raises(PlanError, match="a number from 0 on is needed"):
-            Zipf(wrong)  # type: ignore[arg-type]
+            Zipf(wrong)  # type: ignore[arg-type]  # no number
     with pytest.raises(PlanError, match=r"Zipf\(draws=0\): an integer from 1 on"):
         Zipf(0.3, draws=0)
 
@@ -53,7 +53,7 @@ def test_what_grows_with_tokens_is_scaled() -> None:
     """Rows of products forward, their inner dimension for weights; sums of weights' gradients stay as they are."""
     bmm = Kernel("matmul", (2, 100, 64, 32), "bfloat16", 400, 800, op="bmm")
     add = Kernel("elementwise", (), "bfloat16", 10, 20, op="add")
-    forward, weights = (loaded(Cost((bmm, add)), step, 1.5) for step in ("F", "W"))  # type: ignore[arg-type]
+    forward, weights = (loaded(Cost((bmm, add)), step, 1.5) for step in ("F", "W"))  # type: ignore[arg-type]  # steps by name
     assert forward.kernels == (replace(bmm, dims=(2, 150, 64, 32), flops=600, bytes=1200), replace(add, flops=15, bytes=30))
     assert weights.kernels == (replace(bmm, dims=(2, 100, 64, 48), flops=600, bytes=1200), add)
     cost = Cost((bmm,))
@@ -105,7 +105,7 @@ def test_a_runs_log_has_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_load_lies_between_alike_and_all_at_one(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("piper_simulator.durations.expert_loads.mixture_of", lambda plan: MIXTURE)
     with pytest.raises(PlanError, match=r"from 1 \(all ranks have equally many tokens\) to 4 \(one of 4 has them all\)"):
-        load_of(None, load)  # type: ignore[arg-type]
+        load_of(None, load)  # type: ignore[arg-type]  # no plan is asked
     for wrong in (True, [1.3]):
         with pytest.raises(PlanError, match=r"a number, piper.Zipf\(s\), or the metrics.jsonl of a run is needed"):
-            load_of(None, wrong)  # type: ignore[arg-type]
+            load_of(None, wrong)  # type: ignore[arg-type]  # no load

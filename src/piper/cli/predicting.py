@@ -22,7 +22,7 @@ from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
 from piper_report import memory_table, prediction_table
-from piper_simulator import Cluster, Load, WhatIf, Zipf, compare, device_type, simulate, why
+from piper_simulator import Cluster, GivenLoad, WhatIf, Zipf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"
 
@@ -40,7 +40,7 @@ class Target:
     name: str
     file: Path | None
     contention: bool = True
-    load: Load | None = None
+    load: GivenLoad | None = None
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -54,7 +54,7 @@ class Target:
         return compile(job_file.job, job_file.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
 
 
-def load_named(text: str | None) -> Load | None:
+def load_named(text: str | None) -> GivenLoad | None:
     """Return the load of experts that the command line names: a number, zipf:S, or a file or folder of a run."""
     if text is None:
         return None

@@ -144,7 +144,10 @@ class RankState:
             self.counted[buffer] = held.copy_(tokens)
 
     def end_counts(self) -> None:
-        """Read the tokens of experts of a step that is over, all at once; of ranks that share chunks the first counts."""
+        """Read the tokens of experts when the step is over, all at once.
+
+        Of ranks that share chunks the first counts.
+        """
         if self.counts and self.counted:
             with self.untracked():
                 numbers = torch.stack([*self.counted.values()]).tolist() if self._alike() else None

@@ -50,7 +50,7 @@ class Zipf:
                 raise PlanError(f"Zipf({name}={value!r}): an integer from {least} on is needed")
 
 
-Load = float | Zipf | str | Path
+GivenLoad = float | Zipf | str | Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _of_weights(plan: Plan, chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
                 yield kernel, w[0]
 
 
-def load_of(plan: Plan, load: Load | None) -> ExpertLoad | None:
+def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
     """Return the load of a plan's experts; None for a plan without experts.
 
     Raises PlanError for a load that cannot be, and for one of a plan without experts.
@@ -157,7 +157,7 @@ def load_of(plan: Plan, load: Load | None) -> ExpertLoad | None:
     return ExpertLoad(float(load), float(load), "given", f"{load:g} times the mean, as given")
 
 
-def _shown(load: Load) -> str:
+def _shown(load: GivenLoad) -> str:
     return repr(str(load)) if isinstance(load, str | Path) else repr(load)
 
 

@@ -20,7 +20,7 @@ from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import under_load
 from piper_simulator.durations.cost_model import CostModelFactory
 from piper_simulator.durations.device_model import DeviceModel
-from piper_simulator.durations.expert_loads import Load, load_of
+from piper_simulator.durations.expert_loads import GivenLoad, load_of
 from piper_simulator.explanation.causes import Cause, Causes
 from piper_simulator.explanation.critical import Chains, PathPiece
 from piper_simulator.explanation.gaps import Gap, Share, idle_gaps, time_shares
@@ -195,7 +195,7 @@ def why(
     costs: Costs | None = None,
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
-    load: Load | None = None,
+    load: GivenLoad | None = None,
     draws: int = 100,
     seed: int = 0,
 ) -> Why:
