@@ -31,6 +31,7 @@ class Setup:
         rows: of a microbatch.
         shared: whether each of these ranks has a part of the experts; else all have all.
         load: of the experts, as in `simulate`.
+        sizes: other ones than the preset's.
     """
 
     model: str
@@ -40,11 +41,12 @@ class Setup:
     length: int = 512
     shared: bool = False
     load: GivenLoad | None = None
+    sizes: models.MoEConfig | None = None
 
     @property
     def config(self) -> models.MoEConfig:
         """Return the model's sizes."""
-        config = models.preset(self.model)
+        config = self.sizes or models.preset(self.model)
         assert isinstance(config, models.MoEConfig)
         return replace(config, capacity_factor=1.0)
 
