@@ -1,10 +1,10 @@
-"""Hold steps by formula, before any profile, against those that an H200 took.
+"""Hold steps by formula, before any profile, against those that an H200 and an H100 took.
 
 Nothing runs here: the plans are compiled again and simulated on `CLUSTER` without and with a kernel stack, and with the
 kernels and the launch cost that were measured on that machine (`benchmarks/kernel_table.py`).
 
     GPTs of benchmarks/gpu.py               benchmarks/measured/gpu-h200.json; three wait for the host and are not judged
-    blocks of benchmarks/gpu_check.py       benchmarks/measured/gpu-check-h200-last.txt
+    blocks of benchmarks/gpu_check.py       benchmarks/measured/gpu-check-h200-last.txt; of an H100: gpu-check-h100.json there
 
 The goal is for the formula with a stack.
 """
@@ -24,11 +24,12 @@ from piper import models
 from piper_ir.plan import Plan
 from piper_simulator import load_cluster, simulate
 
-CLUSTER, STACK = "h200x1", "eager"
+CLUSTER, OTHER, STACK = "h200x1", "h100x1", "eager"
 GOAL = Goal("below", 25)
 MICROBATCHES = (4, 8, 16)
 FILE = Path(__file__).parent / "measured" / "gpu-h200.json"
 BLOCKS_FILE = Path(__file__).parent / "measured" / "gpu-check-h200-last.txt"
+OTHER_FILE = Path(__file__).parent / "measured" / "gpu-check-h100.json"
 
 
 def measured() -> dict[str, float]:
@@ -49,21 +50,32 @@ def measured_blocks() -> dict[str, float]:
     return {f[1]: float(f[2]) / 1e3 for f in found if f}
 
 
+def measured_on_other() -> dict[str, float]:
+    """Return the seconds per step of the blocks on the other device."""
+    rows = json.loads(OTHER_FILE.read_text(encoding="utf-8"))["rows"]
+    taken = {r["name"]: re.search(r"measured ([\d.]+);", r["note"]) for r in rows if r["name"].endswith(": step, by formula")}
+    return {name.removesuffix(": step, by formula"): float(found[1]) / 1e3 for name, found in taken.items() if found}
+
+
 def rows(quick: bool) -> Iterator[Row]:
-    """Return three rows per plan, then the goals; a plan that the files do not have is left out."""
-    for title, goal, found in (
-        ("6 plans that wait for the device", GOAL, gpts(quick)),
-        ("6 plans of blocks", GOAL, blocks(quick)),
+    """Return two or three rows per plan, then the goals; a plan that the files do not have is left out."""
+    on_other = [(name, plan, taken, True) for name, plan, _, _ in blocks(quick) if (taken := measured_on_other().get(name))]
+    for title, place, found in (
+        ("6 plans that wait for the device", CLUSTER, gpts(quick)),
+        ("6 plans of blocks", CLUSTER, blocks(quick)),
+        ("6 plans of blocks, H100", OTHER, on_other),
     ):
         judged = []
         for name, plan, taken, counts in found:
-            for cluster in (CLUSTER, f"{CLUSTER}@{STACK}", kernel_table.OUT):
+            for cluster in (place, f"{place}@{STACK}", *([kernel_table.OUT] if place == CLUSTER else [])):
                 row = _row(f"{name}, {getattr(cluster, 'name', cluster)}", simulate(plan, load_cluster(cluster)).period_s, taken)
                 judged += [abs(row.value)] if counts and "@" in str(cluster) else []
                 yield row
-        note = f"of {len(judged)} on {CLUSTER}@{STACK}"
+        if not judged:
+            continue
+        note = f"of {len(judged)} on {place}@{STACK}"
         name = f"step before a profile, {title}: largest error"
-        yield Row("formula", name, max(judged), "%", min(judged), max(judged), goal, note)
+        yield Row("formula", name, max(judged), "%", min(judged), max(judged), GOAL, note)
 
 
 def gpts(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:

@@ -134,6 +134,7 @@ _HOME = {
     "Network": "piper_simulator",
     "CostModel": "piper_simulator",
     "Work": "piper_simulator",
+    "Zipf": "piper_simulator",
     "Costs": "piper_ir.costs",
     "Duration": "piper_ir.costs",
     "load_costs": "piper.api.costs_file",

@@ -179,6 +179,12 @@ def test_other_ops_that_do_many_flops_per_element() -> None:
     assert kernel_of(aten._trilinear.default, (*three, [1, 3], [0], [1, 2], [2, 3]), meta(T, V)).flops == 3 * T * V * D * 6
 
 
+def test_a_running_sum_has_the_elements_around_its_dimension() -> None:
+    x = meta(B, T, V)
+    assert [cost(aten.cumsum.default, x, dim).dims for dim in (0, 1, -1)] == [(1, B, T * V), (B, T, V), (B * T, V, 1)]
+    assert cost(aten.cumsum.default, x, 1).flops == B * T * V and cost(aten.cumsum.default, meta(), 0).dims == (1, 1, 1)
+
+
 def test_an_op_that_nothing_knows_says_so() -> None:
     """One FLOP per element is right for what is element-wise, a sum, or on the list; else it is a guess."""
     x = meta(T, D)

@@ -7,10 +7,11 @@ import pytest
 
 from piper_ir.program import Cost, Kernel
 from piper_simulator import load_cluster
-from piper_simulator.durations.eager_launches import SLICE, launched_by_torch
+from piper_simulator.durations.eager_launches import SLICE, Launched, launched_by_torch
 from piper_simulator.durations.kernels import by_kind, launch_count, launched, step_seconds
 
-H200, EAGER, FUSED = load_cluster("h200x1").device, load_cluster("h200x1@eager").device, load_cluster("h200x1@inductor").device
+H200, *_STARTED = (load_cluster(f"h200x1{stack}").device for stack in ("", "@eager", "@inductor"))
+EAGER, FUSED = (replace(device, kernel_s=0.0) for device in _STARTED)
 ROWS, CLASSES = 4096, 32_768
 LOGITS = ROWS * CLASSES
 FORWARD = Kernel("loss", (ROWS, CLASSES), "bfloat16", 4 * LOGITS, 2 * LOGITS + 49_154, op="cross_entropy")
@@ -60,7 +61,7 @@ def test_its_time_is_that_of_its_bytes() -> None:
     forward, gradient = by_kind(EAGER, FORWARD, backward=False), by_kind(EAGER, GRADIENT, backward=True)
     assert forward == pytest.approx(22 * LOGITS / (4.8e12 * 0.9)) and gradient == pytest.approx(20 * LOGITS / (4.8e12 * 0.9))
     assert by_kind(FUSED, FORWARD, backward=False) == pytest.approx(FORWARD.bytes / (4.8e12 * 0.9)), "once, in a fused kernel"
-    a100 = load_cluster("a100x1@eager").device
+    a100 = replace(load_cluster("a100x1@eager").device, kernel_s=0.0)
     assert by_kind(a100, FORWARD, backward=False) == pytest.approx(22 * LOGITS / (2e12 * 0.91))
 
 
@@ -80,3 +81,15 @@ def test_a_layer_norms_gradients_come_from_two_kernels() -> None:
     assert launched_by_torch(both).moved == ((3 * n, 1), (2 * n, 1)), "x, gradient and result; x and gradient again"
     assert by_kind(EAGER, both, backward=True) == pytest.approx(5 * n / (4.8e12 * 0.9))
     assert launched_by_torch(replace(both, op="rms_norm_dgrad")).moved == ((3 * n, 1),)
+
+
+def test_a_running_sum_waits_for_each_load_of_its_column() -> None:
+    """Of 2,048 numbers for each of 4 rows and 4 experts, made of booleans: a conversion, and 2,048 loads one after the other."""
+    n = 4 * 2048 * 4
+    scan = Kernel("elementwise", (4, 2048, 4), "int32", n, n + 4 * n, op="cumsum")
+    assert launched_by_torch(scan) == Launched(((5 * n, 1),), small=1, loads=2048)
+    assert by_kind(EAGER, scan, backward=False) == pytest.approx(2048 * 370e-9)
+    same, last = replace(scan, bytes=8 * n), replace(scan, dims=(16, 2048, 1), bytes=8 * n)
+    assert launched_by_torch(same) == Launched(((8 * n, 1),), loads=2048)
+    assert launched_by_torch(last) == Launched(((8 * n, 1),)), "threads share a row that lies in one piece"
+    assert [launched_by_torch(replace(same, op=op)).count for op in ("topk", "scatter", "gather")] == [2, 2, 1]

@@ -11,7 +11,8 @@ from piper_simulator import load_cluster
 from piper_simulator.cluster.stacks import STACKS, read_stacks
 from piper_simulator.durations.kernels import by_kind, filled, launched, memory_fraction, plain, step_seconds
 
-H100, EAGER, A100 = load_cluster("h100x8").device, load_cluster("h100x8@eager").device, load_cluster("a100x8@eager").device
+H100, STARTED, A100 = load_cluster("h100x8").device, load_cluster("h100x8@eager").device, load_cluster("a100x8@eager").device
+EAGER, A100 = replace(STARTED, kernel_s=0.0), replace(A100, kernel_s=0.0)
 MATMUL = Kernel("matmul", (8192, 8192, 2048), "bfloat16", 2 * 8192 * 8192 * 2048, 2 * (2 * 8192 * 2048 + 8192 * 8192))
 ATTENTION = Kernel("attention", (8, 16, 1024, 1024, 128), "bfloat16", 4 * 8 * 16 * 1024**2 * 128 // 2, 10**8, lowering="flash")
 
@@ -50,7 +51,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
         ATTENTION.flops / by_kind(c, ATTENTION, backward=b) / c.peak("bfloat16") for c in (EAGER, A100) for b in (False, True)
     ]
     assert reached == pytest.approx([0.35, 0.35, 0.73, 0.63])
-    for c in (EAGER, load_cluster("b200x8@eager").device):
+    for c in (EAGER, replace(load_cluster("b200x8@eager").device, kernel_s=0.0)):
         other = replace(ATTENTION, dtype="float32" if c is EAGER else "bfloat16")
         rate = other.flops / by_kind(c, other, backward=True) / c.peak(other.dtype)
         assert rate == pytest.approx(c.matmul_fraction), "nothing is published of it: a matrix product"
@@ -70,6 +71,18 @@ def test_small_transfers_reach_less_of_the_memory() -> None:
         assert by_kind(EAGER, moving(20_000_000, kind), backward=False) == pytest.approx(20e6 / (3.35e12 * 0.75))
 
 
+def test_a_kernel_starts_before_it_moves_anything() -> None:
+    """2.5 us, then its bytes at 90 % of the bandwidth; or the part that few bytes reach, where that is longer."""
+    nothing, some, many = (by_kind(STARTED, moving(n), backward=False) for n in (0, 20_000_000, 2_000_000_000))
+    assert nothing == 2.5e-6 and some == pytest.approx(2.5e-6 + 20e6 / (3.35e12 * 0.9))
+    assert many == pytest.approx(2.5e-6 + 2e9 / (3.35e12 * 0.9)) and plain(STARTED, moving(0)) == 0
+    assert by_kind(STARTED, MATMUL, backward=False) == pytest.approx(2.5e-6 + by_kind(EAGER, MATMUL, backward=False))
+    few = replace(STARTED, memory_steps=((0, 0.1),))
+    assert by_kind(few, moving(20_000_000), backward=False) == pytest.approx(20e6 / 3.35e11), "not both"
+    one = replace(STARTED, stack=STACKS["inductor"])
+    assert by_kind(one, moving(0), backward=False) == 0 < by_kind(one, moving(0, "other"), backward=False), "one for all"
+
+
 def test_a_step_is_bound_by_its_kernels_or_by_its_launches() -> None:
     busy = launched(EAGER, 100e-6, 20)
     assert busy == pytest.approx(100e-6 * 2**0.25), "both take 100 us"
@@ -80,7 +93,7 @@ def test_a_step_is_bound_by_its_kernels_or_by_its_launches() -> None:
 
 def test_a_stack_may_launch_several_kernels_as_one() -> None:
     cost = Cost((moving(1, "elementwise", 30), moving(1, "norm", 10), moving(1, "other", 4)))
-    times = {name: step_seconds(replace(H100, stack=stack), cost, "F") for name, stack in STACKS.items()}
+    times = {name: step_seconds(replace(H100, stack=stack, kernel_s=0.0), cost, "F") for name, stack in STACKS.items()}
     assert times["eager"] == pytest.approx(44 * 5e-6, rel=1e-3)
     assert times["inductor"] == pytest.approx(6 * 5e-6, rel=1e-3), "one of each fused kind and 4 others"
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,7 @@ class StepMetrics:
         tokens_per_s: None when the job does not say how many tokens a row has.
         time: Unix seconds at which the step was known to be done.
         batch_s: As in `StepRecord`.
+        experts: As in `StepRecord`.
     """
 
     step: int
@@ -46,11 +47,17 @@ class StepMetrics:
     tokens_per_s: float | None
     time: float
     batch_s: float = 0.0
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Return the measured values by name, without missing ones."""
         values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None} | self._loads()
+
+    def _loads(self) -> dict[str, float]:
+        """Return the tokens of the fullest expert over the mean, and those without a place, by module of experts."""
+        loads = {f"experts/{name}/max over mean": of["max"] / of["mean"] for name, of in self.experts.items() if of["mean"]}
+        return loads | {f"experts/{name}/overflow": float(of["overflow"]) for name, of in self.experts.items()}
 
 
 class MetricsWriter(Protocol):
@@ -74,7 +81,8 @@ class JsonLines:
         self._end = self._file.tell()
 
     def write(self, metrics: StepMetrics) -> None:
-        line = json.dumps(asdict(metrics)).encode() + b"\n"
+        found = {name: value for name, value in asdict(metrics).items() if name != "experts" or value}
+        line = json.dumps(found).encode() + b"\n"
         rest = line
         try:
             while rest:
@@ -198,7 +206,7 @@ class Metrics:
 
     def __call__(self, record: StepRecord) -> None:
         rate = self._tokens / record.step_s if self._tokens and record.step_s > 0 else None
-        metrics = StepMetrics(record.step, record.loss, record.step_s, rate, time.time(), record.batch_s)
+        metrics = StepMetrics(record.step, record.loss, record.step_s, rate, time.time(), record.batch_s, record.experts)
         for name, writer in self._writers.items():
             try:
                 writer.write(metrics)

@@ -30,6 +30,8 @@ FLOOR = 1e-3
 
 A key bias, for example, has true gradient zero, and the rest is rounding.
 """
+COUNTS = "expert_tokens"
+"""The end of the names of buffers that count tokens, which are no part of what a model computes."""
 STEPS = 3
 
 Tensors = Mapping[str, Tensor]
@@ -43,7 +45,7 @@ class Reference:
         losses: Per step, the loss over the global batch.
         gradients: Per step, the gradients that the optimizer saw, of the parameters that have one.
         parameters: After the last step, under their first names.
-        buffers: After the last step, under their first names.
+        buffers: After the last step, under their first names, without those that count the tokens of experts.
         state_dict: The module's, after the last step.
         places: Where the random state was set as for a plan: layers, and the parts before and after them.
     """
@@ -72,7 +74,7 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
         results = [trainer.step(step) for step in range(steps)]
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
+    buffers = {n: b.clone() for n, b in trainer.model.named_buffers() if not n.endswith(COUNTS)}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     return Reference(losses, gradients, named, buffers, state, trainer.random.places)

@@ -41,6 +41,7 @@ from piper.cli.options import (
     KeepOption,
     LauncherOption,
     LoaderOption,
+    LoadOption,
     LogOption,
     LoweredOption,
     MemoryLimitOption,
@@ -102,6 +103,7 @@ def simulate(
     cluster: ClusterNameOption = "cpu-local",
     costs: CostsFileOption = None,
     no_contention: NoContentionOption = False,
+    load: LoadOption = None,
     jitter: JitterOption = None,
     repetitions: RepetitionsOption = None,
     seed: JitterSeedOption = None,
@@ -114,9 +116,9 @@ def simulate(
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
     with user_errors(locals()):
-        from piper.cli.predicting import Noise, PredictionOutput, Target, simulated
+        from piper.cli.predicting import Noise, PredictionOutput, Target, load_named, simulated
 
-        target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
+        target, noise = Target(cluster, costs, not no_contention, load_named(load)), Noise.of(jitter, repetitions, seed)
         given, changes = pairs(params), pairs(versus, "--versus")
         shown = PredictionOutput(out, why, as_json, noise, memory_snapshot)
         simulated(file, strategy, other, given, changes, target, shown)

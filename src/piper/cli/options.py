@@ -65,6 +65,13 @@ WhyOption = Annotated[
 NoContentionOption = Annotated[
     bool, typer.Option("--no-contention", help="what runs at the same time takes nothing from each other: links, SMs, memory")
 ]
+LoadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--load",
+        help="of the fullest rank's experts over the mean: 1.3, zipf:0.3 (drawn), or a run's folder or metrics.jsonl (measured)",
+    ),
+]
 JitterOption = Annotated[
     float | None,
     typer.Option(

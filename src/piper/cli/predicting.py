@@ -22,7 +22,7 @@ from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
 from piper_report import memory_table, prediction_table
-from piper_simulator import Cluster, WhatIf, compare, device_type, simulate, why
+from piper_simulator import Cluster, GivenLoad, WhatIf, Zipf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"
 
@@ -34,11 +34,13 @@ class Target:
     Attributes:
         file: A file of measured costs.
         contention: Whether instructions that run at the same time share links, SMs and memory.
+        load: Of experts, as in `simulate`.
     """
 
     name: str
     file: Path | None
     contention: bool = True
+    load: GivenLoad | None = None
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -50,6 +52,21 @@ class Target:
 
     def compiled(self, job_file: JobFile) -> Compiled:
         return compile(job_file.job, job_file.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
+
+
+def load_named(text: str | None) -> GivenLoad | None:
+    """Return the load of experts that the command line names: a number, zipf:S, or a file or folder of a run."""
+    if text is None:
+        return None
+    kind, _, s = text.partition(":")
+    try:
+        return Zipf(float(s)) if kind.lower() == "zipf" else float(text)
+    except ValueError:
+        if kind.lower() == "zipf":
+            raise JobError(f"--load {text}: zipf:S with a number S is needed, such as zipf:0.3") from None
+    if not Path(text).exists():
+        raise JobError(f"--load {text}: a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is needed")
+    return Path(text)
 
 
 @dataclass(frozen=True)
@@ -111,12 +128,12 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     """Simulate a strategy and print the headline and everything else that `shown` asks for."""
     name = job_file.path.stem
     cluster, compiled = target.cluster, target.compiled(job_file)
-    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
     explanation = None
     if shown.explained:
-        explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+        explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
         explanation = replace(
             explanation, what_if=(*explanation.what_if, one_more(job_file, compiled, target, explanation.step_s))
         )
@@ -158,7 +175,8 @@ def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float
             continue
         if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
             continue
-        step_s = simulate(more, target.cluster, costs=target.costs, contention=target.contention).step_s
+        found = simulate(more, target.cluster, costs=target.costs, contention=target.contention, load=target.load)
+        step_s = found.step_s
         rate = f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
         return WhatIf(ONE_MORE, step_s, rate)
     return WhatIf(ONE_MORE, None, reason)
@@ -175,7 +193,8 @@ def predict_two(
     second, names = _second(job_file, other, params, changes)
     explanations = []
     for side in (job_file, second):
-        explanations.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
+        plan = target.compiled(side).plan
+        explanations.append(why(plan, target.cluster, costs=target.costs, contention=target.contention, load=target.load))
     result = compare(*explanations)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def job(
     return Job(
         _build(config),
         _batch(config.vocab, config.length),
-        cross_entropy,
+        _loss(getattr(config, "balance", 0.0)),
         partial(adamw, lr=lr),
         global_batch=global_batch,
         tokens_per_row=config.length,
@@ -84,6 +85,11 @@ def _build(config: Config) -> Callable[[], GPT | Llama]:
 
 
 @cache  # as above
+def _loss(balance: float) -> Callable[[Any, Tensor], Tensor]:
+    return partial(balanced_cross_entropy, balance) if balance else cross_entropy
+
+
+@cache  # as above
 def _batch(vocab: int, length: int) -> Callable[[int, range], tuple[Tensor, Tensor]]:
     return partial(random_tokens, vocab, length)
 
@@ -101,6 +107,12 @@ def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tens
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean over all tokens: logits [rows, T, vocab], targets [rows, T]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def balanced_cross_entropy(weight: float, output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Return the cross-entropy, and `weight` times the mean over rows of the loss that balances experts."""
+    logits, balance = output
+    return cross_entropy(logits, targets) + weight * balance.mean()
 
 
 def adamw(named: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:

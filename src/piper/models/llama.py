@@ -61,6 +61,10 @@ class LlamaConfig:
         """Return the module, on the device that is current; on meta nothing is allocated."""
         return Llama(self)
 
+    def block(self) -> LlamaBlock:
+        """Return a block of the model."""
+        return LlamaBlock(self)
+
     def feed_forward(self) -> nn.Module:
         """Return the part of a block after attention: [rows, T, width] -> [rows, T, width]."""
         return SwiGLU(self.width, self.hidden)
@@ -91,7 +95,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
-        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(config.block() for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.eps)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         cos, sin = rotary(config.length, config.dim_of_head, config.theta)

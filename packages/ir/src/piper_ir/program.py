@@ -39,8 +39,8 @@ class Kernel:
     Attributes:
         kind: the class of operation.
         dims: (M, N, K) for a matmul, with the batch folded into M when the right operand is shared, else (batch, M, N,
-            K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty for all
-            others.
+            K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; (outer, length,
+            inner) for a running sum along a dimension; empty for all others.
         dtype: the dtype in which they compute.
         bytes: bytes that one kernel reads and writes.
         count: how many there are.

@@ -36,7 +36,7 @@ class KernelInfo:
     Attributes:
         kind: the family of the kernel; "other" with no bytes is a view, for which no kernel is launched.
         dims: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows,
-            classes) of a cross-entropy, else empty.
+            classes) of a cross-entropy, (outer, length, inner) of a running sum along a dimension, else empty.
         flops: a multiply-add counts 2.
         bytes: read plus written.
         dtype: the dtype of the arithmetic, by torch's name without `torch.`.
@@ -90,6 +90,8 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     if packet is aten.embedding_dense_backward:
         # the whole table is set to zero, then the rows that were picked are written
         return KernelInfo("embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name)
+    if packet in _SCANS:
+        return KernelInfo("elementwise", _scanned(call), call.outs[0].numel(), moved, dtype, op=name)
     if packet in _MOVES:
         return KernelInfo("elementwise", (), 0, moved, dtype, op=name)
     flops = max((t.numel() for t in (*operands, *call.outs)), default=0)
@@ -190,6 +192,16 @@ _GATHERS: dict[torch._ops.OpOverloadPacket, _KernelKind] = {
     aten.gather: "elementwise",
     aten.index: "elementwise",
 }
+
+_SCANS = frozenset((aten.cumsum, aten.cumprod))
+
+
+def _scanned(call: Call) -> tuple[int, ...]:
+    """Return (outer, length, inner): the elements before, along and behind the dimension of a running sum."""
+    shape = call.outs[0].shape
+    dim = call.args["dim"] % max(1, len(shape))
+    return prod(shape[:dim]), prod(shape[dim : dim + 1]), prod(shape[dim + 1 :])
+
 
 # fmt: off
 _MOVES: frozenset[torch._ops.OpOverloadPacket] = frozenset(

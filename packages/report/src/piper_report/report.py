@@ -21,6 +21,7 @@ from piper_report.summary import Table
 from piper_report.tables import (
     Sheet,
     cost_sheet,
+    expert_sheet,
     headline,
     line_sheet,
     owner_sheet,
@@ -134,7 +135,9 @@ def _summary(results: Results) -> PageSection:
     warnings += [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
     if results.predicted is not None or results.measured is not None:
         items += [headline(results), DEFINITIONS]
-    items += [s for s in (restart_sheet(results), rank_sheet(results), source_sheet(results)) if s is not None]
+    items += [
+        s for s in (restart_sheet(results), rank_sheet(results), expert_sheet(results), source_sheet(results)) if s is not None
+    ]
     return PageSection("summary", "Headline", warnings, items)
 
 

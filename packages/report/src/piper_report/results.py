@@ -157,6 +157,7 @@ class Metric:
     Attributes:
         time: seconds since 1970.
         batch_s: seconds of waiting for Job.batch, on the rank that waited most.
+        experts: the load of experts by module: mean, max and overflow of the tokens that chose them.
     """
 
     step: int
@@ -165,6 +166,7 @@ class Metric:
     tokens_per_s: float | None = None
     time: float | None = None
     batch_s: float | None = None
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

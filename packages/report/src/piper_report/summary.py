@@ -91,10 +91,23 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         ("bubble, span", time_text(s["span_bubble_s"])),
         ("peak memory, allocated", size_text(s["peak_bytes"])),
         ("peak memory, device", size_text(s["device_bytes"])),
+        *_load(s),
         ("durations from", sources(s["sources"])),
     )
     counted = [COUNTED[name] for name, known in ((MFU, s["mfu"]), (HFU, s["hfu"])) if known is not None]
     return Table(title, ("", "worst device"), rows, (*_verdict(s), *counted, *_warnings(s)))
+
+
+def _load(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return rows about the load of experts; none for a model without experts."""
+    load = summary.get("load")
+    if not load:
+        return []
+    rows = [("load of experts", f"{load['mean']:.3g} ({load['source']}: {load['text']})")]
+    if load["worst"] > load["mean"]:
+        worst = load["worst_step_s"]
+        rows.append(("worst load", f"{load['worst']:.3g}" + ("" if worst is None else f", first step {time_text(worst)}")))
+    return rows
 
 
 def memory_table(prediction: Prediction) -> Table:

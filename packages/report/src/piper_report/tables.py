@@ -216,6 +216,19 @@ def step_sheet(results: Results) -> Sheet | None:
     return sheet("steps", "Steps", columns, rows) if rows else None
 
 
+def expert_sheet(results: Results) -> Sheet | None:
+    """Return the load of experts in the last step that logged one, a row per layer; None without experts."""
+    found = [m for m in results.metrics if m.experts]
+    if not found:
+        return None
+    columns = [Column("module", "module"), Column("mean", "tokens of an expert, mean", lambda v: f"{v:,.1f}"),
+               Column("max", "of the fullest", lambda v: f"{v:,}"), Column("load", "over the mean", lambda v: f"{v:.2f}"),
+               Column("overflow", "without a place", lambda v: f"{v:,}")]  # fmt: skip
+    last = found[-1].experts.items()
+    rows = [(name, of["mean"], of["max"], of["max"] / of["mean"] if of["mean"] else None, of["overflow"]) for name, of in last]
+    return sheet("experts", f"Load of experts in step {found[-1].step}", columns, rows)
+
+
 def restart_sheet(results: Results) -> Sheet | None:
     """Return what failed while a run went on, and how it went on each time; None when nothing did."""
     found = results.measured.restarts if results.measured is not None else ()

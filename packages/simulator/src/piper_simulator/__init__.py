@@ -17,6 +17,7 @@ from piper_simulator.durations.checked import model_for
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only
 from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, Zipf
 from piper_simulator.durations.kernels import launch_count, step_seconds
 from piper_simulator.explanation.causes import Cause
 from piper_simulator.explanation.comparison import Comparison, StepDifference, compare
@@ -39,10 +40,12 @@ __all__ = [
     "CostModel",
     "CostModelFactory",
     "Device",
+    "ExpertLoad",
     "DeviceModel",
     "Distribution",
     "KeyPath",
     "Links",
+    "GivenLoad",
     "Message",
     "Network",
     "NodeKind",
@@ -55,6 +58,7 @@ __all__ = [
     "WhatIf",
     "Why",
     "Work",
+    "Zipf",
     "by_formula",
     "compare",
     "cpu_local",

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from piper_ir.costs import AllocatorCosts, Costs
+from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
 from piper_ir.keywords import checked_call
 from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
@@ -20,14 +20,15 @@ from piper_ir.timing import Times, prepare
 from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
-from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.named import load_cluster
-from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.checked import model_for, under_load
 from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
 from piper_simulator.durations.device_model import DeviceModel
-from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
+from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
+from piper_simulator.memory.device_memory import DeviceMemory, device_type
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
+from piper_simulator.memory.role_devices import RoleDevices
 from piper_simulator.memory.snapshot import Snapshot, snapshot
 from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, rates_of, without_formula
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
@@ -58,6 +59,8 @@ class Simulation(Brief):
         without_formula: operators of unknown FLOPs, with their share of the bytes that compute moves.
         notes: warnings, see `summary`.
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
+        load: of experts, which the times hold for; None for a plan without experts.
+        worst_step_s: `step_s` under the worst load of experts, where that is not the one of `step_s`.
     """
 
     step_s: float
@@ -78,6 +81,8 @@ class Simulation(Brief):
     ooms: tuple[OomVerdict, ...]
     inside_comm_s: float
     _run: _Run = field(repr=False)
+    load: ExpertLoad | None = None
+    worst_step_s: float | None = None
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield the headline: times, rates, and the memory of the fullest device."""
@@ -161,6 +166,7 @@ class Simulation(Brief):
             "memory": {} if fullest is None else self.memory(fullest),
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
+            "load": None if self.load is None else self.load.as_dict() | {"worst_step_s": self.worst_step_s},
             "sources": self._run.sources(),
             "without_formula": dict(self.without_formula),
             "notes": list(self.notes),
@@ -178,6 +184,7 @@ def simulate(
     model_flops_per_step: float | None = None,
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
+    load: GivenLoad | None = None,
 ) -> Simulation:
     """Run a plan on a cluster (a name or a file, see `load_cluster`, or a Cluster).
 
@@ -193,8 +200,14 @@ def simulate(
 
     `model`: the cost model (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
 
+    `load`: of experts that ranks share, tokens of the fullest rank over the mean of all. It is a number, `Zipf(s)`,
+    whose mean counts while `worst_step_s` is under the worst, or the metrics.jsonl of a run, or its folder. It scales
+    the time of experts and of the exchange of their tokens. Without one all ranks have equally many, and `notes` say
+    so.
+
     Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
-    and for a stream that takes more SMs than its devices have; PlanError for a deadlock and for steps < 1.
+    and for a stream that takes more SMs than its devices have; PlanError for a deadlock, for steps < 1, and for a load
+    that cannot be.
     """
     if type(steps) is not int or steps < 1:
         raise PlanError(f"simulate(steps={steps!r}): at least one step is needed, as an integer")
@@ -205,7 +218,16 @@ def simulate(
     target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
     tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
-        return _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, model)
+        under = load_of(plan, load)
+        factory = under_load(model, 1.0 if under is None else under.mean)
+        found = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory)
+        if under is None:
+            return found
+        worst = None
+        if under.worst > under.mean:
+            factory = under_load(model, under.worst)
+            worst = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory).step_s
+        return replace(found, load=under, worst_step_s=worst, notes=(*found.notes, *load_notes(plan, under)))
 
 
 def _simulate(
@@ -231,7 +253,8 @@ def _simulate(
     fullest = [max(scan(counted, role), key=lambda usage: usage.total, default=None) for role in plan.roles]
     peaks = [usage or peak(counted, role) for usage, role in zip(fullest, plan.roles)]
     held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
-    devices = _Devices(held, target, costs.allocator if costs is not None else None)
+    allocator = costs.allocator if costs is not None else None
+    devices = RoleDevices(plan, parts.plan.roles, parts.of, target, allocator)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = rates_of(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if target is not None else {}
@@ -262,28 +285,6 @@ def _simulate(
 def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
     cluster = {} if target is None else {"cluster": target.name}
     return cluster | ({"warnings": "; ".join(notes)} if notes else {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Devices:
-    """Find the device of each role of `held.parts`, whose ranks are all on one kind."""
-
-    held: TimedPlan
-    cluster: Cluster | None
-    allocator: AllocatorCosts | None
-
-    def _of(self, k: int) -> Device | None:
-        return None if self.cluster is None else self.cluster.of(self.held.parts.plan.roles[k].ranks[0])
-
-    def limit(self, k: int) -> int | None:
-        """Return the bytes that the device of a role has."""
-        device = self._of(k)
-        return None if device is None else device.memory_bytes
-
-    def memory(self, k: int, nbytes: int) -> DeviceMemory:
-        """Return the bytes used on the device when the role holds `nbytes`."""
-        plan = self.held.plan
-        return device_memory(plan, plan.roles[self.held.parts.of[k]], nbytes, self._of(k), self.allocator)
 
 
 def _named(role: RolePlan, instr: int) -> str:
@@ -354,7 +355,7 @@ class _Run:
         nodes = range(first, first + len(role.program))
         return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
 
-    def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
+    def verdicts(self, devices: RoleDevices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
         """Yield a verdict on each role that needs more than its devices have; `times` are of the first step."""
         parts, origin = self.held.parts, min(times.start, default=0.0)
         for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):

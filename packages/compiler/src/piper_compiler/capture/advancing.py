@@ -15,6 +15,7 @@ from torch import fx
 
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.cut import Cut
+from piper_ir.expert_tokens import counts_tokens
 
 BATCH = "the batch"
 OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
@@ -60,7 +61,8 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
         sources[name] = set().union(*(content[s] for s in facts.storages[node]))
         lines[name] = node
     found = _advancing(sources)
-    return tuple(Advancing(b.name, line_of(lines[b.name])) for b in forward.buffers if b.name in found)
+    changed = [b.name for b in forward.buffers if b.name in found and not counts_tokens(b.name)]
+    return tuple(Advancing(name, line_of(lines[name])) for name in changed)
 
 
 def _read(node: fx.Node, storages: Mapping[fx.Node, frozenset[int]]) -> Iterable[int]:

@@ -13,6 +13,7 @@ from piper_compiler.passes.buckets import make_buckets
 from piper_compiler.passes.moves import check_exchanges, exchange
 from piper_compiler.request import Training
 from piper_ir.errors import CompileError
+from piper_ir.expert_tokens import counts_tokens
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.graph_parts import compute_id, on_role
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, SquaredNorm, Update, Zeros
@@ -124,7 +125,7 @@ def _check_buffers(graph: Graph) -> None:
     wide = any(r.over for r in graph.replication.values())
     for chunk in graph.program.chunks:
         for output in chunk.outputs:
-            if output.kind != "buffer":
+            if output.kind != "buffer" or counts_tokens(output.ref):  # ranks count their own
                 continue
             if wide and output.varies:
                 raise CompileError(
@@ -177,7 +178,8 @@ def _is_comm(node: Node) -> bool:
 def _order_buffers(edit: Editor) -> None:
     """Add edges so that an updated buffer is used in the order of microbatches, and within one along the program."""
     program = edit.graph.program
-    updated = dict.fromkeys(o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer")
+    outputs = [o for c in program.chunks for o in c.outputs if o.kind == "buffer"]
+    updated = dict.fromkeys(o.ref for o in outputs if not counts_tokens(o.ref))
     for name in updated:
         users = _buffer_users(program, name)
         uses = [(compute_id(id, "F"), mb) for mb in range(edit.microbatches) for id in users]

@@ -8,6 +8,7 @@ from itertools import product
 from math import isclose
 
 from piper_ir.collectives import law_of
+from piper_ir.expert_tokens import counts_tokens
 from piper_ir.ops import KEEP_ALL, Collective, Compute, Fold, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
@@ -67,7 +68,8 @@ def check_steps(findings: Findings) -> None:
 def _check_buffers(findings: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
     """Check R21 for buffers: forwards use an updated buffer as on one device, by microbatch and on one role."""
     plan = findings.plan
-    for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
+    outputs = [o for c in plan.chunks for o in c.outputs if o.kind == "buffer"]
+    for name in dict.fromkeys(o.ref for o in outputs if not counts_tokens(o.ref)):
         updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
         reading = {c.id for c in plan.chunks if any(i.kind == "buffer" and i.ref == name for i in c.inputs)}
         users = [c.id for c in plan.chunks if c.id in updating | reading]

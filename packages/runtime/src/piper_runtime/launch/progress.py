@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from piper_ir.errors import NonFiniteLossError, PiperWarning
+from piper_ir.expert_tokens import experts_of
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.launch.report import RankReport, StepDone, StepRecord
@@ -64,7 +65,8 @@ class Progress:
         start = max(done.started for done in found.values())
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
         self._ended = {rank: done.finished for rank, done in found.items()}
-        return StepRecord(self._next, loss, step_s, max(done.batch_s for done in found.values()))
+        experts = experts_of([found[rank].expert_tokens for rank in sorted(found)])
+        return StepRecord(self._next, loss, step_s, max(done.batch_s for done in found.values()), experts)
 
     def _hand_on(self, record: StepRecord) -> None:
         self.latest = record

@@ -30,12 +30,15 @@ class StepRecord:
         step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
             ready.
         batch_s: seconds of waiting for Job.batch, of the rank that waited most.
+        experts: by module of experts the tokens that chose each, with `mean`, `max` and `overflow`; empty where a model
+            counts none (`piper_ir.expert_tokens`).
     """
 
     step: int
     loss: float
     step_s: float
     batch_s: float = 0.0
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class StepDone:
     finished: float
     scalars: dict[str, dict[int, float]]
     batch_s: float = 0.0
+    expert_tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,6 +71,7 @@ class RankReport:
         batch_s: per step the seconds of waiting for Job.batch.
         waits: of the last step, see `piper_runtime.rank.feed.Feed`.
         first_step: the number of the step that was done first.
+        expert_tokens: per step the buffers that count tokens of experts.
     """
 
     started: float = 0.0
@@ -82,6 +87,7 @@ class RankReport:
     batch_s: list[float] = field(default_factory=list)
     waits: list[tuple[int, float, float]] = field(default_factory=list)
     first_step: int = 0
+    expert_tokens: list[dict[str, list[int]]] = field(default_factory=list)
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Move the times to another clock, which is known to `error_s`."""
@@ -96,11 +102,12 @@ class RankReport:
         self.finished.append(time.perf_counter())
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
+        self.expert_tokens.append(rank.expert_tokens)
         return self.steps()[-1]
 
     def steps(self) -> list[StepDone]:
         """Return a report for every step that is done."""
-        found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True), self.first_step)
+        found = enumerate(zip(self.finished, self.scalars, self.batch_s, self.expert_tokens, strict=True), self.first_step)
         return [StepDone(step, self.started, *of) for step, of in found]
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any, assert_never
 import torch
 
 from piper_ir.errors import NonFiniteLossError
+from piper_ir.expert_tokens import counts_tokens
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
@@ -368,6 +369,9 @@ def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
         for read, v in scalars:
             read(values[v])
         for name, v in buffers:
+            if counts_tokens(name):
+                rank.count(name, values[v])
+                continue
             # A role may run its microbatches out of order; the content after the step is that of the last one.
             if rank.buffer_mb.get(name, -1) < mb:
                 rank.buffer_mb[name] = mb

@@ -133,6 +133,8 @@ class Rank(RankState):
         self.step = step
         self.feed.begin(step)
         self.buffer_mb.clear()
+        self.counted.clear()
+        self.expert_tokens = {}
         for found in self.scalars.values():
             found.clear()
         for v in self.role.allocs_first:
@@ -144,6 +146,7 @@ class Rank(RankState):
         Raises NonFiniteLossError when a number that was not read in the step is not finite.
         """
         self.numbers.finish()
+        self.end_counts()
         self.optimizer.end_step()
 
 

@@ -107,6 +107,8 @@ class RankState:
         self.step = 0
         self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}
         self.buffer_mb: dict[str, int] = {}
+        self.counted: dict[str, torch.Tensor] = {}
+        self.expert_tokens: dict[str, list[int]] = {}
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
@@ -132,6 +134,28 @@ class RankState:
             )
         if self.counts:
             self.scalars[kind][mb] = value
+
+    def count(self, buffer: str, tokens: torch.Tensor) -> None:
+        """Add a microbatch's tokens of experts to those of the step."""
+        held = self.store.buffers[buffer]
+        if buffer in self.counted:
+            held.add_(tokens)
+        else:
+            self.counted[buffer] = held.copy_(tokens)
+
+    def end_counts(self) -> None:
+        """Read the tokens of experts when the step is over, all at once.
+
+        Of ranks that share chunks the first counts.
+        """
+        if self.counts and self.counted:
+            with self.untracked():
+                numbers = torch.stack([*self.counted.values()]).tolist() if self._alike() else None
+                each = numbers or [t.tolist() for t in self.counted.values()]
+            self.expert_tokens = dict(zip(self.counted, each, strict=True))
+
+    def _alike(self) -> bool:
+        return len({t.shape for t in self.counted.values()}) == 1
 
     @cached_property
     def stands_for(self) -> dict[str, tuple[Category, str]]:

@@ -26,6 +26,9 @@ class Device:
         matmul_fraction: fraction of the peak that matrix products and attention reach.
         memory_fraction: fraction of the memory bandwidth that kernels bound by memory reach.
         launch_s: host seconds per kernel.
+        kernel_s: seconds of the device from the end of a kernel to that of a next one that does nothing; they count
+            where there is a stack.
+        load_s: seconds until a load from memory arrives that no cache answers, likewise.
         host_issue_s: host seconds per instruction of a plan.
         synchronous: whether the host runs the kernels itself (a CPU); launches then add to their time instead of hiding
             behind it.
@@ -50,6 +53,8 @@ class Device:
     matmul_fraction: Positive = 1.0
     memory_fraction: Positive = 1.0
     launch_s: NotNegative = 0.0
+    kernel_s: NotNegative = 0.0
+    load_s: NotNegative = 0.0
     host_issue_s: NotNegative = 0.0
     synchronous: bool = False
     context_bytes: Index = 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from numbers import Real
 from typing import Any, get_args
 
 from piper_ir.costs import Costs
-from piper_ir.errors import ClusterError, CostModelError, PiperError
+from piper_ir.errors import ClusterError, CostModelError, PiperError, PlanError
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.tools import user_code, user_line
 from piper_ir.trace import Source
@@ -44,6 +45,18 @@ def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory:
     if type(made) is DeviceModel:
         return made
     return _CheckedModel(made, name)
+
+
+def under_load(model: CostModelFactory, load: float) -> CostModelFactory:
+    """Return the cost model under a load of experts, the tokens of the fullest rank over the mean.
+
+    Raises PlanError for a load other than 1 where the model is not Piper's own.
+    """
+    if load == 1:
+        return model
+    if model is not DeviceModel:
+        raise PlanError(f"load={load:g}: a cost model of your own decides itself how long experts take; leave the load out")
+    return partial(DeviceModel, load=load)
 
 
 class _CheckedModel(CostModel):

@@ -29,6 +29,7 @@ from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
+from piper_simulator.durations.expert_loads import loaded, of_experts
 from piper_simulator.durations.instances import instances, meeting_inside
 from piper_simulator.durations.kernels import Took, is_guess, launched, step_took
 from piper_simulator.durations.provenance import Provenance
@@ -48,10 +49,13 @@ class DeviceModel(CostModel):
     On a cluster of several kinds of devices costs hold for the kind on which they were taken, and for all if that kind
     is not in it. Where the host is the device, the time to issue an instruction is part of the instruction, and
     `issue_s` is 0.
+
+    `load`: tokens of the fullest rank's experts over the mean. Chunks of experts take as long as with so many times the
+    tokens, as do the all-to-alls that bring these; a measured duration changes as its formula does.
     """
 
-    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
-        self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
+    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, load: float = 1.0) -> None:
+        self.plan, self.cluster, self.costs, self.load = plan, cluster, costs or Costs(), load
         self.given = given_only(plan)
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
@@ -228,14 +232,15 @@ class DeviceModel(CostModel):
             known = self._as_forward(chunk, kind)
         if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
+        load = self.load if of_experts(chunk) else 1.0
         if known is not None:
             self._provenance.looked_up(chunk, op.step)
-            return Work(known.seconds, known.source, flops=cost.flops)
+            return Work(known.seconds * self._longer(chunk, op.step, load, kind), known.source, flops=cost.flops)
         device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
         key = (id(cost), op.step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
             guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
-            self._took[key] = step_took(device, cost, op.step), cost.flops, guessed
+            self._took[key] = step_took(device, loaded(cost, op.step, load), op.step), cost.flops, guessed
         took, flops, guessed = self._took[key]
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
@@ -255,6 +260,13 @@ class DeviceModel(CostModel):
             seconds = kernels.seconds + sum([w.seconds for _, w in taken])
             self._inside[key] = Work(seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside)
         return self._inside[key]
+
+    def _longer(self, chunk: Chunk, step: Step, load: float, kind: int) -> float:
+        """Return how many times as long a measured step of experts takes with `load` times the tokens."""
+        device, cost = self._devices[kind], chunk.steps[step].cost
+        if load == 1 or device is None or not cost.kernels:
+            return load
+        return step_took(device, loaded(cost, step, load), step).seconds / step_took(device, cost, step).seconds
 
     def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
         """Return the duration of R where that of F is known: it is to F's as computed durations are."""
@@ -301,19 +313,24 @@ class DeviceModel(CostModel):
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
-        found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
+        groups, fullest = self._instances(channel, cluster), self._fullest(channel)
+        found = max((duration(cluster, op, nbytes, g, fullest) for g in groups), key=lambda d: d.seconds)
         if found.source == "formula":
             self._provenance.sent_unknown(*key)
         return Work(found.seconds, found.source, bytes=nbytes)
 
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
-        """Return the factor by which slow links stretch a message; a measured message changes as its formula does."""
-        cluster = self.cluster
-        if cluster is None or not cluster.network.slow_links:
-            return 1.0
+        """Return the factor by which slow links and the fullest rank stretch a message, as its formula does."""
+        cluster, fullest = self.cluster, self._fullest(channel)
+        if cluster is None or (fullest == 1 and not cluster.network.slow_links):
+            return fullest
         groups = self._instances(channel, cluster)
         healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
-        return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
+        return max(by_formula(cluster, op, nbytes, g, fullest) for g in groups) / healthy if healthy else 1.0
+
+    def _fullest(self, channel: Channel) -> float:
+        """Return what the fullest rank receives of a message over the mean: more than 1 for tokens of experts alone."""
+        return self.load if str(channel.purpose) == "expert" else 1.0
 
     def _all_known(self, channel: Channel) -> bool:
         """Return whether the costs hold for all kinds of devices on a channel."""

@@ -11,8 +11,13 @@ from the code, nothing is fitted:
     torch, native/cuda/layer_norm_kernel.cu   the gradients of input and of weights come from two kernels; both read x
                                         and the gradient
 
+    torch, native/cuda/ScanUtils.cuh    a running sum along any dimension but the last has one thread per column, which
+                                        loads an element after the other; numbers of another dtype are converted first
+    torch, native/cuda/TensorTopK.cu    the chosen are picked by one kernel and sorted by another
+    torch, native/cuda/ScatterGatherKernel.cu, native/TensorAdvancedIndexing.cpp   a scatter writes into a copy
+
 The second and the third reading of a row count as bytes of memory: they come from the second-level cache at best, which
-is hardly faster.
+is hardly faster. So does each load of a running sum: which cache answers it is not known.
 """
 
 from __future__ import annotations
@@ -40,10 +45,12 @@ class Launched:
     Attributes:
         moved: (bytes, how many kernels that move so many).
         small: kernels whose bytes do not count.
+        loads: loads of which each waits for the one before it.
     """
 
     moved: tuple[tuple[int, int], ...]
     small: int = 0
+    loads: int = 0
 
     @property
     def count(self) -> int:
@@ -57,11 +64,20 @@ def launched_by_torch(kernel: Kernel) -> Launched:
     if kernel.op in _LOSSES and len(kernel.dims) == 2:
         rows, classes = (bind(d, 0) for d in kernel.dims)
         return _LOSSES[kernel.op](rows, classes, kernel.dtype)
+    if kernel.op in SCANS and len(kernel.dims) == 3:
+        return _scan(kernel, nbytes)
     if kernel.op in _SMALL:
         return Launched(((nbytes, 1),), _SMALL[kernel.op])
     if kernel.op == "layer_norm_backward":  # its bytes: x, gradient and result
         return Launched(((nbytes, 1), (nbytes * 2 // 3, 1)))
     return Launched(((nbytes, 1),))
+
+
+def _scan(kernel: Kernel, nbytes: int) -> Launched:
+    """Count the kernels of a running sum along the second of three dimensions."""
+    outer, length, inner = (bind(d, 0) for d in kernel.dims)
+    converted = nbytes != 2 * outer * length * inner * ITEM_BYTES[kernel.dtype]
+    return Launched(((nbytes, 1),), int(converted), length if inner > 1 else 0)
 
 
 def _cross_entropy(rows: int, classes: int, dtype: str) -> Launched:
@@ -143,5 +159,7 @@ _LOSSES = {
     "cross_entropy_part": _cross_entropy_part,
     "cross_entropy_part_dgrad": _cross_entropy_part_dgrad,
 }
-_SMALL = {"embedding_part": 19, "embedding_part_dgrad": 19, "cross_entropy_joined": 8}
+SCANS = frozenset({"cumsum", "cumprod"})
+"""The operators that go through a dimension one element after the other."""
+_SMALL = {"embedding_part": 19, "embedding_part_dgrad": 19, "cross_entropy_joined": 8, "topk": 1, "scatter": 1}
 """The small kernels beside the one that moves an op's bytes: they look for places, or make one loss of many."""

@@ -10,10 +10,13 @@ With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
                 (NVIDIA, Matrix Multiplication Background User's Guide: tile and wave quantization)
     attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
     the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an
-                operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes
+                operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes; loads
+                of which each waits for the one before it, `load_s` each
 
-Each is never shorter than its bytes or its FLOPs allow. Together they take a smooth maximum of the device's time and
-the launches. Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take what was measured.
+Each is never shorter than its bytes or its FLOPs allow, nor than a start of `kernel_s` and after it its bytes at the
+best part of the bandwidth, or its FLOPs. (The parts of the bandwidth that few bytes reach are another form of such a
+start, so that the longer of both counts.) Together they take a smooth maximum of the device's time and the launches.
+Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take what was measured.
 """
 
 from __future__ import annotations
@@ -116,8 +119,13 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
         computing /= filled(tuple(bind(d, 0) for d in kernel.dims), device.sms)
     elif kernel.kind == "attention" and kernel.dtype in HALF:
         computing *= device.matmul_fraction / _attention_fraction(device, backward)
-    moving = sum(n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in _launched(device, kernel).moved)
-    return max(computing, moving)
+    runs = _launched(device, kernel)
+    moving = sum(n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in runs.moved)
+    at_best = sum(n * b for b, n in runs.moved) / (device.memory_bandwidth * device.memory_fraction)
+    waiting = runs.loads * device.load_s
+    alone = device.stack is None or kernel.kind not in device.stack.fused
+    starting = runs.count * device.kernel_s if alone else 0.0
+    return max(moving, max(computing, at_best, waiting) + starting)
 
 
 def _launched(device: Device, kernel: Kernel) -> Launched:

@@ -17,8 +17,10 @@ from piper_ir.tools import no_garbage_collection
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster
+from piper_simulator.durations.checked import under_load
 from piper_simulator.durations.cost_model import CostModelFactory
 from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.durations.expert_loads import GivenLoad, load_of
 from piper_simulator.explanation.causes import Cause, Causes
 from piper_simulator.explanation.critical import Chains, PathPiece
 from piper_simulator.explanation.gaps import Gap, Share, idle_gaps, time_shares
@@ -193,6 +195,7 @@ def why(
     costs: Costs | None = None,
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
+    load: GivenLoad | None = None,
     draws: int = 100,
     seed: int = 0,
 ) -> Why:
@@ -201,7 +204,9 @@ def why(
         raise PlanError(f"why(draws={draws!r}): at least one draw is needed, as an integer")
     with no_garbage_collection():
         target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
-        case = Case(plan, target, costs, contention=contention, model=model)
+        under = load_of(plan, load)
+        factory = under_load(model, 1.0 if under is None else under.mean)
+        case = Case(plan, target, costs, contention=contention, model=factory)
         chains = Chains(case.prepared, case.times, latency=plan.hop, issue=case.issue)
         gaps = idle_gaps(case.prepared, case.times, chains)
         counted = plan if case.cluster is None else replace(plan, device=device_type(case.cluster))

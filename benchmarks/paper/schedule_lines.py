@@ -1,0 +1,212 @@
+"""Simulate mixtures of experts in pipelines: schedules side by side, larger meshes, and what the tuner finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import piper
+from piper import models
+from piper_compiler import Options, Strategy
+from piper_ir.plan import Plan
+from piper_simulator import Cluster, GivenLoad, Simulation, Why, load_cluster, step_seconds, why
+
+POINTS, STEP = 5.0, 10.0
+"""How far a ratio may be from the published one, in points, and a rate, in percent."""
+STACKS = ("inductor", "eager", "")
+"""The kernels of which the figures are drawn, and those of the comparison; "" is one fraction of the peak for all."""
+RECIPES = {"1F1B": "one_f_one_b", "interleaved": "interleaved", "DualPipeV": "dualpipe_v"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Say which model is trained where.
+
+    Attributes:
+        model: a preset, with experts whose places are as many as the tokens that they get on average.
+        pp: stages; there are twice as many microbatches.
+        width: ranks that have rows of their own, and share the experts where `shared`.
+        rows: of a microbatch.
+        shared: whether each of these ranks has a part of the experts; else all have all.
+        load: of the experts, as in `simulate`.
+        sizes: other ones than the preset's.
+    """
+
+    model: str
+    pp: int
+    width: int = 4
+    rows: int = 4
+    length: int = 512
+    shared: bool = False
+    load: GivenLoad | None = None
+    sizes: models.MoEConfig | None = None
+
+    @property
+    def config(self) -> models.MoEConfig:
+        """Return the model's sizes."""
+        config = self.sizes or models.preset(self.model)
+        assert isinstance(config, models.MoEConfig)
+        return replace(config, capacity_factor=1.0)
+
+    @cached_property
+    def job(self) -> piper.Job:
+        return models.job(self.config, global_batch=self.batch, length=self.length)
+
+    @property
+    def microbatches(self) -> int:
+        return 2 * self.pp
+
+    @property
+    def batch(self) -> int:
+        return self.rows * self.microbatches * self.width
+
+    @property
+    def place(self) -> str:
+        """Return the devices: a node for each replica of the pipeline."""
+        return f"a100-40gx{self.pp}*{self.width}"
+
+    def cluster(self, stack: str = STACKS[0]) -> Cluster:
+        """Return the devices with a kernel stack."""
+        return load_cluster(f"{self.place}@{stack}" if stack else self.place)
+
+    def strategy(self, stages: Sequence[Any], **windows: Any) -> Strategy:
+        """Return a strategy: directives of a schedule, and of what the ranks beside each other share."""
+        axis = "ep" if self.shared else "dp"
+        mesh = piper.Mesh(**{axis: self.width, "pp": self.pp})
+        replicas = piper.recipes.data_parallel(over=(axis,), **windows)
+        return Strategy(mesh, (*self._experts(), *stages, *replicas))
+
+    def _experts(self) -> tuple[Any, ...]:
+        return tuple(piper.recipes.expert_parallel()) if self.shared else ()
+
+    def schedule(self, name: str, **more: Any) -> Strategy:
+        """Return the strategy of a schedule by its name here."""
+        recipe = getattr(piper.recipes, RECIPES.get(name, name))
+        return self.strategy(recipe(pp=self.pp, microbatches=self.microbatches, **more))
+
+    def plan(self, strategy: Strategy) -> Plan:
+        return piper.compile(self.job, strategy, options=Options(device="cuda")).plan
+
+    def simulated(self, strategy: Strategy, stack: str = STACKS[0]) -> Simulation:
+        plan = self.plan(strategy)
+        return piper.simulate(plan, self.cluster(stack), load=self.load)
+
+
+@dataclass(frozen=True)
+class Published:
+    """Hold what the paper says of two schedules: how much faster one is, in percent."""
+
+    model: str
+    faster: str
+    than: str
+    percent: float
+
+
+RATIOS = (
+    Published("qwen3-moe-1b", "interleaved", "1F1B", 5.0),
+    Published("qwen3-moe-1b", "DualPipeV", "1F1B", 13.0),
+    Published("qwen3-moe-9b", "DualPipeV", "interleaved", 10.0),
+)
+RATE = (8, 4, 390_000.0)
+"""Stages, replicas and tokens per second that the paper names."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Hold a simulated schedule of a setup.
+
+    Attributes:
+        embedding_s: seconds of a step for the gradient of the embedding, a table of the vocabulary.
+    """
+
+    setup: Setup
+    schedule: str
+    found: Simulation
+    embedding_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.found.tokens_per_s or 0.0
+
+    @property
+    def fullest_s(self) -> float:
+        """Return the seconds that the fullest device computes: no order of the same work is faster."""
+        return self.found.step_s - min(self.found.bubble_s)
+
+
+def setups(shared: bool) -> tuple[Setup, Setup]:
+    """Return the paper's two models on 32 and on 16 devices."""
+    return Setup("qwen3-moe-1b", 8, shared=shared), Setup("qwen3-moe-9b", 4, shared=shared)
+
+
+def lines(found: Sequence[Setup], stack: str = STACKS[0]) -> Iterator[Line]:
+    """Yield the schedules of each setup."""
+    for setup in found:
+        cluster = setup.cluster(stack)
+        for name in RECIPES:
+            plan = setup.plan(setup.schedule(name))
+            each = step_seconds(cluster.device, plan.chunks[0].steps["W"].cost, "W")
+            yield Line(setup, name, piper.simulate(plan, cluster, load=setup.load), setup.microbatches * each)
+
+
+def ratio(found: Sequence[Line], published: Published) -> float:
+    """Return by how much one schedule is faster than another here, in percent."""
+    rates = {x.schedule: x.tokens_per_s for x in found if x.setup.model == published.model}
+    return 100 * (rates[published.faster] / rates[published.than] - 1)
+
+
+def missed(found: Sequence[Line]) -> list[str]:
+    """Return the ratios that are further from the published ones than they may be."""
+    out = []
+    for p in RATIOS:
+        if any(x.setup.model == p.model for x in found) and abs(ratio(found, p) - p.percent) > POINTS:
+            out.append(
+                f"{p.model}: {p.faster} is {ratio(found, p):+.1f} % faster than {p.than}, and {p.percent:+.0f} % in the paper"
+            )
+    return out
+
+
+def grid(shared: bool, stages: Sequence[int] = (2, 4, 8), widths: Sequence[int] = (2, 4)) -> Iterator[Line]:
+    """Yield DualPipeV with the small model on meshes of each size."""
+    for pp in stages:
+        for width in widths:
+            setup = Setup("qwen3-moe-1b", pp, width, shared=shared)
+            yield Line(setup, "DualPipeV", setup.simulated(setup.schedule("DualPipeV")))
+
+
+SPACE: Mapping[str, Sequence[Any]] = {
+    "schedule": ("one_f_one_b", "interleaved", "zbv", "dualpipe_v", "interleaved_zb"),
+    "at": ("even", "cost"),
+    "zero": (0, 1),
+    "bucket_mb": (25, 100, 400),
+}
+"""The parameters of the search; rows, microbatches and the mesh stay as they are."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Hold what a search found for a setup."""
+
+    setup: Setup
+    params: Mapping[str, Any]
+    candidates: int
+    found: Simulation
+    why: Why
+
+
+def tuned(setup: Setup, trials: int = 60, seed: int = 0) -> Tuned:
+    """Search a strategy for a setup."""
+
+    def strategy(trial: Any) -> Strategy:
+        p = {name: trial.suggest_categorical(name, list(values)) for name, values in SPACE.items()}
+        stages = getattr(piper.recipes, p["schedule"])(pp=setup.pp, microbatches=setup.microbatches, at=p["at"])
+        return setup.strategy(stages, zero=p["zero"], bucket_mb=p["bucket_mb"])
+
+    study = piper.tune(setup.job, strategy, cluster=setup.cluster(), trials=trials, seed=seed, workers=0)
+    best, row = study.best, study.best_row
+    if best is None or row is None:
+        raise RuntimeError(f"{setup}: no candidate fits: {study.rejected()[:3]}")
+    plan = setup.plan(best)
+    return Tuned(setup, row.params, len(study.rows), piper.simulate(plan, setup.cluster()), why(plan, setup.cluster()))

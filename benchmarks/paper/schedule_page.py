@@ -1,0 +1,262 @@
+"""Tabulate and draw the paper's schedules and meshes of mixtures, and write their sections of docs/paper.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from benchmarks.measure import machine
+from benchmarks.paper.page import markdown
+from benchmarks.paper.schedule_lines import POINTS, RATE, RATIOS, STACKS, STEP, Line, Published, Setup, Tuned, ratio
+from piper import models
+from piper_ir.tools import time_text
+from piper_simulator import STACKS as KNOWN
+
+LINE_HEADER = ("model", "devices", "schedule", "step", "tokens/s", "fullest device computes", "exposed messages", "fits")
+RATIO_HEADER = ("model", "faster", "than", "published", "simulated", "points apart", "at most", "by other kernels")
+GRID_HEADER = ("stages", "replicas", "devices", "tokens/s", "per device", "step", "published", "error")
+TUNED_HEADER = ("model", "DualPipeV", "tuned", "faster by", "candidates", "plan")
+WHY_HEADER = ("model", "what holds the critical path of the tuned plan", "time", "share")
+ARTIFACT = "the paper's artifact (uw-syfi/piper at 4f992224: run_megatron.py, e2e_eval.py)"
+MOST = 5
+"""The rows of a critical path that are shown."""
+
+
+def line_cells(x: Line) -> tuple[str, ...]:
+    """Return a schedule as text, in the order of `LINE_HEADER`."""
+    found, s = x.found, x.setup
+    times = (time_text(found.period_s), f"{x.tokens_per_s:,.0f}", time_text(x.fullest_s), time_text(found.exposed_comm_s))
+    return (s.model, str(s.pp * s.width), x.schedule, *times, "yes" if found.fits else "no")
+
+
+def ratio_cells(p: Published, found: Sequence[Line], others: Sequence[Sequence[Line]]) -> tuple[str, ...]:
+    """Return a ratio beside the published one, in the order of `RATIO_HEADER`."""
+    ours = ratio(found, p)
+    (than,) = (x for x in found if (x.setup.model, x.schedule) == (p.model, p.than))
+    most = 100 * (than.found.period_s / than.fullest_s - 1)
+    more = ", ".join(f"{ratio(other, p):+.1f} %" for other in others)
+    apart = f"{abs(ours - p.percent):.1f}"
+    return (p.model, p.faster, p.than, f"{p.percent:+.0f} %", f"{ours:+.1f} %", apart, f"{most:+.0f} %", more)
+
+
+def verdicts(found: Sequence[Line]) -> str:
+    """Return, as lines of a list, which ratios are as published, and what bounds the others."""
+    out = []
+    for p in RATIOS:
+        ours = ratio(found, p)
+        (than,) = (x for x in found if (x.setup.model, x.schedule) == (p.model, p.than))
+        (faster,) = (x for x in found if (x.setup.model, x.schedule) == (p.model, p.faster))
+        text = f"- {p.model}: {p.faster} is {ours:+.1f} % faster than {p.than}, {p.percent:+.0f} % in the paper: "
+        if abs(ours - p.percent) <= POINTS:
+            text += f"within {POINTS:g} points."
+        else:
+            longer = faster.fullest_s - than.fullest_s
+            alike = 100 * (than.found.period_s / (faster.found.period_s - longer) - 1)
+            text += (
+                f"**{abs(ours - p.percent):.1f} points apart**. The fullest device computes {time_text(faster.fullest_s)} with "
+                f"{p.faster} and {time_text(than.fullest_s)} with {p.than}. In the V it has both the head and the embedding, "
+                f"whose gradient takes {time_text(faster.embedding_s)}; and a backward in two parts has more kernels. If that "
+                f"cost nothing, the gain would be {alike:+.1f} %. The paper does not say what either costs there."
+            )
+        out.append(fill(text, 118, subsequent_indent="  "))
+    return "\n".join(out)
+
+
+def tuned_cells(x: Tuned, dual: Line) -> tuple[str, ...]:
+    """Return what the tuner found beside DualPipeV, in the order of `TUNED_HEADER`."""
+    rate = x.found.tokens_per_s or 0.0
+    params = ", ".join(f"{k}={v}" for k, v in x.params.items())
+    more = f"{100 * (rate / dual.tokens_per_s - 1):+.1f} %"
+    return (x.setup.model, f"{dual.tokens_per_s:,.0f}", f"{rate:,.0f}", more, str(x.candidates), params)
+
+
+def why_cells(x: Tuned) -> list[tuple[str, ...]]:
+    """Return the critical path of a plan by what holds it, as `piper simulate --why` shows it."""
+    owned = [*x.why.path_by_owner.items()][:MOST]
+    return [(x.setup.model, o.text, time_text(s), f"{s / x.why.step_s:.0%}") for o, s in owned]
+
+
+def grid_cells(x: Line) -> tuple[str, ...]:
+    """Return a mesh as text, in the order of `GRID_HEADER`."""
+    s, devices = x.setup, x.setup.pp * x.setup.width
+    pp, width, published = RATE
+    known = (s.pp, s.width) == (pp, width)
+    compared = (f"about {published:,.0f}", f"{100 * (x.tokens_per_s / published - 1):+.1f} %") if known else ("-", "-")
+    rates = (f"{x.tokens_per_s:,.0f}", f"{x.tokens_per_s / devices:,.0f}", time_text(x.found.period_s))
+    return (str(s.pp), str(s.width), str(devices), *rates, *compared)
+
+
+def grid_error(found: Sequence[Line]) -> float | None:
+    """Return the error of the rate that the paper names, in percent; None without that mesh."""
+    rates = [x.tokens_per_s for x in found if (x.setup.pp, x.setup.width) == RATE[:2]]
+    return 100 * (rates[0] / RATE[2] - 1) if rates else None
+
+
+def assumptions(found: Sequence[Setup]) -> list[tuple[str, str, str]]:
+    """Return what is assumed, how much it is, and where it is from."""
+    out = []
+    for s in {x.model: x for x in found}.values():
+        c = s.config
+        shape = f"{c.layers} layers, width {c.width}, {c.experts} experts of {c.hidden}, top {c.top_k}, vocabulary {c.vocab:,}"
+        out.append((s.model, f"{shape}: {models.parameter_count(c) / 1e9:.2f}B parameters", ARTIFACT))
+    s = found[0]
+    shared = (
+        "`recipes.expert_parallel`: each of the ranks that have rows of their own has a part of the experts"
+        if s.shared
+        else "every rank has all experts: nothing is exchanged"
+    )
+    return [
+        *out,
+        (
+            "rows",
+            f"{s.length} tokens, {s.rows} rows to a microbatch, twice as many microbatches as stages",
+            f"{ARTIFACT}; rows: assumed",
+        ),
+        ("experts", f"{shared}; as many places as tokens on average, none padded, load 1.0", "the paper trains without a bound"),
+        (
+            "where",
+            "A100 of 40 GB, a node for each replica of the pipeline, HDR InfiniBand between",
+            "40 GB: the paper; artifact",
+        ),
+        ("stages", "as many layers each; the head is with the last, on the device of the first in DualPipeV", "assumed"),
+        ("kernels", f"stack {STACKS[0]!r}: {KNOWN[STACKS[0]].source}", "assumed; docs/clusters.md"),
+        ("data parallelism", "ZeRO-0, gradients in buckets of 25 MiB, reduced in float32 beside the backward", "assumed"),
+        ("precision", "bf16 compute; float32 masters and AdamW's states", "bf16: the paper; the rest assumed"),
+        ("durations", "by formula, with contention; steady state", "docs/clusters.md"),
+    ]
+
+
+TEXT7 = """\
+## Schedules of mixtures of experts
+
+One figure compares schedules that train a mixture of 1B parameters on 32 A100 (8 stages) and one of 9B on 16 (4
+stages), with 4 replicas that share the experts. `python benchmarks/paper/figure7.py --write` writes this section. The
+machine was:
+{machine}.
+
+{lines}
+
+![Tokens per second by schedule](paper/figure7.png)
+
+"At most" is the gain at which the fullest device would compute without a pause. The last column has the same ratio with
+the kernels of {others}.
+
+{ratios}
+
+{verdicts}
+
+**What the tuner finds.** The same rows, microbatches and mesh, with the schedule, the sizes of the stages, ZeRO and the
+buckets as parameters: `piper tune`, {trials} trials.
+
+{tuned}
+
+{why}
+
+What is assumed:
+
+{assumed}
+"""
+
+TEXT9 = """\
+## Larger meshes
+
+Another figure scales the mixture of 1B parameters over 2, 4 and 8 stages and 2 and 4 replicas; on 8 x 4 it trains about
+390,000 tokens per second. `python benchmarks/paper/figure9.py --write` writes this section. The machine was:
+{machine}.
+
+{grid}
+
+![Tokens per second by mesh](paper/figure9.png)
+
+{verdict}
+- The schedule of the figure is not at hand; DualPipeV is assumed. With twice the stages there are twice the
+  microbatches, so that the batch grows with the mesh.
+- The head is as much work as several layers, and stays on one device: the more stages, the more of them wait for it.
+
+What is assumed is what the section before this one assumes.
+"""
+
+
+def other_stacks() -> str:
+    """Return the names of the other kernels, for a sentence."""
+    return " and ".join(f"`{name}`" if name else "no stack" for name in STACKS[1:])
+
+
+def page7(found: Sequence[Line], others: Sequence[Sequence[Line]], best: Sequence[Tuned], trials: int) -> str:
+    """Return the section about schedules."""
+    dual = {x.setup.model: x for x in found if x.schedule == "DualPipeV"}
+    return TEXT7.format(
+        machine=fill(str(machine()), 118),
+        lines=markdown(LINE_HEADER, [line_cells(x) for x in found]),
+        others=other_stacks(),
+        ratios=markdown(RATIO_HEADER, [ratio_cells(p, found, others) for p in RATIOS]),
+        verdicts=verdicts(found),
+        trials=trials,
+        tuned=markdown(TUNED_HEADER, [tuned_cells(x, dual[x.setup.model]) for x in best]),
+        why=markdown(WHY_HEADER, [row for x in best for row in why_cells(x)]),
+        assumed=markdown(("what", "how much", "source"), assumptions([x.setup for x in found])),
+    )
+
+
+def page9(found: Sequence[Line]) -> str:
+    """Return the section about meshes."""
+    error = grid_error(found)
+    if error is None:
+        verdict = "The mesh of the paper's number is not among these."
+    else:
+        ok = "within" if abs(error) <= STEP else "**not** within"
+        verdict = f"- At 8 x 4 the rate is {error:+.1f} % beside the paper's, {ok} {STEP:g} %."
+    table = markdown(GRID_HEADER, [grid_cells(x) for x in found])
+    return TEXT9.format(machine=fill(str(machine()), 118), grid=table, verdict=verdict)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw7(found: Sequence[Line], best: Sequence[Tuned], path: Path) -> None:
+    """Draw the rates of the schedules of each model, and of the tuner's plan."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(best), figsize=(5.5 * len(best), 4), layout="constrained")
+    for axis, tuned in zip(axes, best, strict=True):
+        own = [x for x in found if x.setup.model == tuned.setup.model]
+        names = [x.schedule for x in own] + ["tuned"]
+        rates = [x.tokens_per_s / 1e3 for x in own] + [(tuned.found.tokens_per_s or 0.0) / 1e3]
+        bars = axis.bar(names, rates, 0.6, color=["#33658a"] * len(own) + ["#f6ae2d"])
+        axis.bar_label(bars, [f"{r:,.0f}\n{100 * (r / rates[0] - 1):+.1f} %" for r in rates], padding=3, fontsize=9)
+        axis.set_ylim(0, 1.2 * max(rates))
+        axis.set_ylabel("thousand tokens per second")
+        axis.set_title(f"{tuned.setup.model}, {tuned.setup.pp * tuned.setup.width} A100", fontsize=10)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw9(found: Sequence[Line], path: Path) -> None:
+    """Draw the rates by stages, a line for each number of replicas, and the paper's number."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    for width, colour in zip(sorted({x.setup.width for x in found}), ("#86bbd8", "#33658a"), strict=False):
+        own = [x for x in found if x.setup.width == width]
+        axis.plot([x.setup.pp for x in own], [x.tokens_per_s / 1e3 for x in own], "o-", color=colour, label=f"{width} replicas")
+        for x in own:
+            at = (x.setup.pp, x.tokens_per_s / 1e3)
+            axis.annotate(f"{at[1]:,.0f}", at, textcoords="offset points", xytext=(-6, 7), ha="right", fontsize=8)
+    pp, width, published = RATE
+    axis.plot([pp], [published / 1e3], "x", color="black", label=f"the paper, {width} replicas: about {published / 1e3:,.0f}")
+    axis.set_xticks(sorted({x.setup.pp for x in found}))
+    axis.set_xlabel("stages")
+    axis.set_ylabel("thousand tokens per second")
+    axis.set_ylim(0, 1.1 * max(RATE[2] / 1e3, *(x.tokens_per_s / 1e3 for x in found)))
+    axis.set_xlim(min(x.setup.pp for x in found) - 0.8, max(x.setup.pp for x in found) + 0.6)
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,41 @@
+"""Name the buffers in which a mixture counts the tokens of its experts, and sum up what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EXPERT_TOKENS = "expert_tokens"
+"""The name, within its module, of a buffer [2 x experts] to which forward writes the counts of a microbatch.
+
+The first half says how many tokens chose each expert, the second how many of them it had no place for. A rank adds the
+counts of a step's microbatches, and hands them on when the step is over. Nothing else may read the buffer.
+"""
+
+
+def counts_tokens(buffer: str) -> bool:
+    """Return whether a buffer counts the tokens of experts: then it is no part of what the model computes."""
+    return buffer.rpartition(".")[2] == EXPERT_TOKENS
+
+
+def experts_of(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[str, Any]]:
+    """Return the load of experts by module, from the buffers of all ranks by name.
+
+    `tokens` is of each expert, `mean` and `max` over them, and `overflow` counts the tokens without a place.
+    """
+    summed: dict[str, list[int]] = {}
+    for of_rank in counts:
+        for name, found in of_rank.items():
+            module = name.rpartition(".")[0]
+            summed[module] = [a + b for a, b in zip(summed.get(module, [0] * len(found)), found, strict=True)]
+    return {module: _load(found) for module, found in sorted(summed.items(), key=lambda of: _in_order(of[0]))}
+
+
+def _load(counts: list[int]) -> dict[str, Any]:
+    tokens, over = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+    return {"mean": sum(tokens) / len(tokens), "max": max(tokens), "overflow": sum(over), "tokens": tokens}
+
+
+def _in_order(module: str) -> list[tuple[int, str]]:
+    """Return a key that puts the layers in the order of their numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]

@@ -1,0 +1,267 @@
+"""Find how uneven the tokens of experts are: the load of the fullest rank over the mean of all.
+
+Where ranks have some experts each, the fullest of them decides how long the experts and the exchange of their tokens
+take, since the others wait for it. A load is a number, drawn from a distribution (`Zipf`), or that of a run, which logs
+the tokens of each expert in its metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, isfinite, sqrt
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from piper_ir.errors import PlanError
+from piper_ir.plan import Plan
+from piper_ir.program import Chunk, Cost, Kernel, Step
+from piper_ir.sizes import Dim, bind
+
+EXPERTS = "experts"
+"""The coordinate of chunks that compute experts, and the key of their tokens in a step's metrics."""
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Zipf:
+    """Draw loads of experts whose popularity falls with their rank: the k-th is chosen in proportion to k ** -s.
+
+    In each draw the experts change places at random, and the tokens of each scatter as independent choices do. Every
+    token goes to different experts. The same seed gives the same loads.
+
+    Attributes:
+        s: the exponent; 0 is a uniform router.
+        draws: how many loads are drawn; a prediction uses their mean, and says the worst.
+        seed: of the draws.
+    """
+
+    s: float
+    draws: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.s, bool) or not isinstance(self.s, int | float) or not (isfinite(self.s) and self.s >= 0):
+            raise PlanError(f"Zipf({self.s!r}): a number from 0 on is needed, such as 0.3")
+        for name, value, least in (("draws", self.draws, 1), ("seed", self.seed, 0)):
+            if type(value) is not int or value < least:
+                raise PlanError(f"Zipf({name}={value!r}): an integer from {least} on is needed")
+
+
+GivenLoad = float | Zipf | str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Hold the tokens of the fullest rank's experts over the mean of all ranks.
+
+    Attributes:
+        mean: over draws, or over layers and steps of a run; a prediction uses it.
+        worst: of all draws, or of all steps of a run.
+        source: "assumed" where nobody gave it, "given", "drawn" or "measured".
+        text: the same in words.
+    """
+
+    mean: float
+    worst: float
+    source: Literal["assumed", "given", "drawn", "measured"]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"mean": self.mean, "worst": self.worst, "source": self.source, "text": self.text}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Describe the experts of a plan.
+
+    Attributes:
+        experts: how many a layer has.
+        ranks: how many ranks share them; 1 where each has all.
+        choices: tokens times experts per token, of one microbatch of all these ranks; places that no token took are
+            among them.
+        tokens: the tokens of such a microbatch; 0 where the plan does not say.
+        padded: whether every expert computes as many places, whatever tokens it has.
+    """
+
+    experts: int
+    ranks: int
+    choices: int
+    tokens: int
+    padded: bool
+
+
+def of_experts(chunk: Chunk) -> bool:
+    """Return whether a chunk computes experts."""
+    return EXPERTS in chunk.coords
+
+
+def mixture_of(plan: Plan) -> Mixture | None:
+    """Return the experts of a plan; None where it has none."""
+    shared = [c for c in plan.chunks if of_experts(c)]
+    for chunk in shared or plan.chunks:
+        for kernel, experts in _of_weights(plan, chunk):
+            axes = dict.fromkeys(axis for c in plan.channels if str(c.purpose) == "expert" for axis in c.over)
+            ranks = plan.mesh.degree(tuple(axes)) if shared else 1
+            each = bind(kernel.dims[-3], 0)
+            padded = len(kernel.dims) == 4
+            choices = ranks * each * (experts if padded else 1)
+            return Mixture(experts * ranks, ranks, choices, ranks * plan.rows * (plan.tokens_per_row or 0), padded)
+    return None
+
+
+def _of_weights(plan: Plan, chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
+    """Yield the forward products of a chunk with the weights of experts, [E, K, N], and how many experts these have."""
+    weights = {tuple(bind(d, 0) for d in i.spec.shape) for i in chunk.inputs if i.kind == "param"}
+    weights = {w for w in weights if len(w) == 3}
+    for kernel in chunk.steps["F"].cost.kernels if weights and "F" in chunk.steps else ():
+        if kernel.kind != "matmul":
+            continue
+        n, k = (bind(d, 0) for d in kernel.dims[-2:])
+        for w in weights:
+            batched = len(kernel.dims) == 4 and bind(kernel.dims[0], 0) == w[0]
+            if {n, k} == {*w[1:]} and (batched or "grouped_mm" in kernel.op):
+                yield kernel, w[0]
+
+
+def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
+    """Return the load of a plan's experts; None for a plan without experts.
+
+    Raises PlanError for a load that cannot be, and for one of a plan without experts.
+    """
+    found = mixture_of(plan)
+    if found is None:
+        if load is not None:
+            raise PlanError(f"load={_shown(load)}: this plan has no experts; leave the load out")
+        return None
+    if load is None:
+        return ExpertLoad(1.0, 1.0, "assumed", "as if all ranks had equally many tokens")
+    if isinstance(load, Zipf):
+        loads = drawn(load, found)
+        mean, worst = sum(loads) / len(loads), max(loads)
+        return ExpertLoad(mean, worst, "drawn", f"Zipf({load.s:g}), {load.draws} draws from seed {load.seed}")
+    if isinstance(load, str | Path):
+        return _measured(Path(load), found)
+    if isinstance(load, bool) or not isinstance(load, int | float):
+        raise PlanError(f"load={load!r}: a number, piper.Zipf(s), or the {METRICS} of a run is needed")
+    most = found.ranks if found.ranks > 1 else found.experts
+    if not 1 <= load <= most:
+        raise PlanError(
+            f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} has them all) is accepted"
+        )
+    if found.ranks == 1:
+        return ExpertLoad(1.0, 1.0, "given", f"{load:g}, as given, is one expert's; every device has all experts")
+    return ExpertLoad(float(load), float(load), "given", f"{load:g} times the mean, as given")
+
+
+def _shown(load: GivenLoad) -> str:
+    return repr(str(load)) if isinstance(load, str | Path) else repr(load)
+
+
+def drawn(zipf: Zipf, mixture: Mixture) -> list[float]:
+    """Return the load of the fullest rank over the mean, of each draw."""
+    if mixture.ranks == 1:
+        return [1.0] * zipf.draws
+    tokens = mixture.tokens or mixture.choices
+    each = max(1, min(mixture.experts, mixture.choices // tokens))
+    parts = _chosen([(k + 1) ** -zipf.s for k in range(mixture.experts)], each)
+    chance, out = Random(zipf.seed), []
+    for _ in range(zipf.draws):
+        chance.shuffle(parts)
+        loads = [max(0.0, tokens * p + chance.gauss(0, 1) * sqrt(tokens * p * (1 - p))) for p in parts]
+        out.append(_fullest(loads, mixture.ranks))
+    return out
+
+
+def _chosen(weights: Sequence[float], each: int) -> list[float]:
+    """Return the part of tokens that choose each expert, when they choose `each` different ones by these weights.
+
+    An expert is among the first to come, each coming at a rate of its weight, with 1 - exp(-weight x time); the time is
+    the one at which so many have come on average.
+    """
+    if each >= len(weights):
+        return [1.0] * len(weights)
+    low, high = 0.0, 1.0
+    while sum(1 - exp(-w * high) for w in weights) < each:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(1 - exp(-w * middle) for w in weights) < each else (low, middle)
+    return [1 - exp(-w * high) for w in weights]
+
+
+def _fullest(tokens: Sequence[float], ranks: int) -> float:
+    """Return the tokens of the fullest rank over the mean, where each has as many experts, in their order."""
+    size, total = len(tokens) // ranks, sum(tokens)
+    return max(sum(tokens[r * size : (r + 1) * size]) for r in range(ranks)) * ranks / total if total else 1.0
+
+
+def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
+    """Return the load of a run, from its folder or its metrics."""
+    file = path / METRICS if path.is_dir() else path
+    steps = [_of_step(file, k, line, mixture) for k, line in enumerate(_lines(file), 1)]
+    steps = [loads for loads in steps if loads]
+    if not steps:
+        raise PlanError(f"load={str(path)!r}: no step of {file} has tokens of experts; it is of a model without experts")
+    by_step = [sum(loads) / len(loads) for loads in steps]
+    text = f"{file}, {len(steps)} steps of {len(steps[0])} layers"
+    return ExpertLoad(sum(by_step) / len(by_step), max(by_step), "measured", text)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise PlanError(f"load={str(file)!r}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+
+
+def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float]:
+    """Return the load of each layer in a line of metrics; none where it has no experts."""
+    try:
+        found = json.loads(line)
+        layers: Mapping[str, Any] = (found.get(EXPERTS) or {}) if isinstance(found, dict) else {}
+        tokens = {name: [float(n) for n in of["tokens"]] for name, of in layers.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise PlanError(f"load: line {number} of {file} is no line of a run's metrics: {type(e).__name__}: {e}") from None
+    for name, of in tokens.items():
+        if len(of) != mixture.experts:
+            raise PlanError(f"load: {name} in {file} has {len(of)} experts, those of this plan are {mixture.experts}")
+    return [_fullest(of, mixture.ranks) for of in tokens.values()]
+
+
+def loaded(cost: Cost, step: Step, load: float) -> Cost:
+    """Return the cost of a step of experts that have `load` times as many tokens.
+
+    All but the sums of weights' gradients grows with the tokens.
+    """
+    if load == 1:
+        return cost
+    return replace(cost, kernels=tuple([_loaded(k, step, load) for k in cost.kernels]))
+
+
+def _loaded(kernel: Kernel, step: Step, load: float) -> Kernel:
+    if step == "W" and kernel.op == "add":
+        return kernel
+    dims: tuple[Dim, ...] = kernel.dims
+    if kernel.kind == "matmul" and len(dims) >= 3:
+        rows = -1 if step == "W" else -3
+        dims = tuple(round(bind(d, 0) * load) if k == len(dims) + rows else d for k, d in enumerate(dims))
+    return replace(kernel, dims=dims, flops=round(bind(kernel.flops, 0) * load), bytes=round(bind(kernel.bytes, 0) * load))
+
+
+def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
+    """Return what a prediction has to say of the load of experts; nothing where it was measured."""
+    found = mixture_of(plan) if load is not None else None
+    if load is None or found is None:
+        return ()
+    if found.ranks == 1:
+        why = "every device has all experts of its layers, so that no time depends on it"
+        return (f"the load of the experts is not measured; {why}",) if load.source != "measured" else ()
+    if load.source == "measured":
+        return ()
+    padded = "; each computes all its places whatever tokens it has, so a load above 1 is as if only tokens took time"
+    more = padded if found.padded and load.mean > 1 else ""
+    return (f"the load of the experts is not measured: {load.text}{more}; a run's {METRICS} has it (load=)",)

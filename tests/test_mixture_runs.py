@@ -1,0 +1,139 @@
+"""Mixtures in runs: the loss that balances experts is the same under every plan, and so are the tokens that are logged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import piper
+from piper import Mesh, models, recipes
+from piper.api.metrics import JsonLines, StepMetrics
+from piper.models.moe import Experts
+from piper_ir.errors import JobError
+from piper_ir.expert_tokens import counts_tokens, experts_of
+from piper_report.results import _metrics
+from piper_runtime.rank.rank_state import RankState
+from piper_simulator import simulate
+from tests import parity
+from tests.compositions import adamw
+
+CONFIG = models.MoEConfig(
+    layers=2, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2, capacity_factor=1.0, balance=0.5
+)
+
+
+def test_it_is_how_often_an_expert_is_chosen_times_its_mean_score() -> None:
+    """Expert by expert and row by row; all experts alike give 1, and a row that loves one of them more."""
+    experts = Experts(CONFIG).double()
+    x = torch.randn(3, 8, 16, dtype=torch.float64)
+    scores = experts.scored(x)
+    _, chosen = experts.routed(x)
+    found = experts.balance(scores, chosen)
+    for row in range(3):
+        often = [(chosen[row] == e).sum().item() * 4 / (2 * 8) for e in range(4)]
+        wanted = sum(f * scores[row, :, e].mean().item() for e, f in enumerate(often))
+        assert found[row].item() == pytest.approx(wanted, rel=1e-12)
+    even = torch.full((1, 8, 4), 0.25, dtype=torch.float64)
+    turns = torch.tensor([[0, 1], [2, 3]] * 4)[None]
+    assert experts.balance(even, turns).item() == pytest.approx(1.0)
+    one = torch.tensor([[0.7, 0.1, 0.1, 0.1]], dtype=torch.float64).expand(1, 8, 4)
+    assert experts.balance(one, one.topk(2).indices).item() > 1.5
+
+
+def test_there_is_none_by_default() -> None:
+    plain, tokens = replace(CONFIG, balance=0.0), torch.zeros(2, 8, dtype=torch.int64)
+    assert isinstance(plain.build()(tokens), Tensor) and len(CONFIG.build()(tokens)) == 2
+    for wrong in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(JobError, match=r"balance=.*a number from 0 on is needed, such as 0.001"):
+            replace(CONFIG, balance=wrong)
+
+
+@cache
+def job(balance: float) -> Any:
+    made = models.job(replace(CONFIG, balance=balance), global_batch=8, precision="float64")
+    return replace(made, optimizer=adamw, clip_norm=0.5)
+
+
+@cache
+def on_one_device(balance: float) -> parity.Reference:
+    """The whole batch at once."""
+    return parity.reference(job(balance), replicas=1, microbatches=1, head="")
+
+
+def run(directives: list[Any], mesh: Mesh) -> Any:
+    made = piper.compile(job(0.5), piper.Strategy(mesh, directives))
+    return piper.execute(made, steps=parity.STEPS, launcher="inline", gradients=True)
+
+
+def test_it_is_the_same_under_a_pipeline_of_replicas_that_share_layers() -> None:
+    stages = [recipes.one_f_one_b(pp=2, microbatches=2), recipes.data_parallel(zero=1)]
+    found = run([piper.shard(piper.where(), stream="tokens"), *stages], Mesh(tp=2, pp=2, dp=2))
+    parity.assert_parity(found, on_one_device(0.5), label="balance")
+    with pytest.raises(AssertionError):
+        parity.assert_parity(found, on_one_device(0.0), label="without it")
+
+
+BIDIRECTIONAL = (Mesh(pp=2, dp=2), (*recipes.dualpipe(pp=2, microbatches=4), *recipes.data_parallel()))
+
+
+def logged(mesh: Mesh, directives: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    made = piper.compile(job(0.5), piper.Strategy(mesh, directives))
+    piper.execute(made, steps=2, launcher="inline", on_step=lambda record: found.append(dict(record.experts)))
+    return found
+
+
+@cache
+def alone() -> list[dict[str, Any]]:
+    return logged(Mesh(pp=1), ())
+
+
+def test_every_token_of_a_step_is_counted_once() -> None:
+    """8 rows of 8 tokens choose two experts each; a row has four places of each expert."""
+    torch.manual_seed(0)
+    for step in alone():
+        assert [*step] == ["layers.0.feed_forward", "layers.1.feed_forward"]
+        for of in step.values():
+            assert sum(of["tokens"]) == 128 and of["mean"] == 32 and of["max"] == max(of["tokens"])
+            assert 0 < of["overflow"] < 128
+    assert logged(*BIDIRECTIONAL) == alone(), "both directions, two replicas and two microbatches each way"
+
+
+def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last(self: RankState, buffer: str, tokens: torch.Tensor) -> None:
+        self.counted[buffer] = self.store.buffers[buffer].copy_(tokens)
+
+    monkeypatch.setattr(RankState, "count", last)
+    assert logged(*BIDIRECTIONAL) != alone()
+
+
+def test_a_step_writes_them_down(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path)
+    metrics = StepMetrics(0, 1.0, 0.1, None, 0.0, experts=alone()[0])
+    log.write(metrics)
+    log.write(replace(metrics, step=1, experts={}))
+    log.close()
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["experts"] == alone()[0] and "experts" not in second, "a model without experts has no such key"
+    of = alone()[0]["layers.0.feed_forward"]
+    assert metrics.scalars()["experts/layers.0.feed_forward/max over mean"] == of["max"] / 32
+    assert _metrics((tmp_path / "metrics.jsonl").read_text(), "here")[0].experts == alone()[0]
+    plan = piper.compile(job(0.5), piper.Strategy(Mesh(pp=1), ())).plan
+    found = simulate(plan, "h100x1", load=tmp_path)
+    assert found.load is not None and (found.load.source, found.load.mean) == ("measured", 1.0), "one rank has all"
+    assert not any("load of the experts" in note for note in found.notes)
+    assert any("load of the experts is not measured" in note for note in simulate(plan, "h100x1").notes)
+
+
+def test_counts_are_added_over_ranks_in_the_order_of_layers() -> None:
+    found = experts_of([{"layers.10.e.expert_tokens": [1, 2, 0, 1]}, {"layers.9.e.expert_tokens": [3, 4, 1, 0]}, {}] * 2)
+    assert [*found] == ["layers.9.e", "layers.10.e"]
+    assert found["layers.10.e"] == {"mean": 3.0, "max": 4, "overflow": 2, "tokens": [2, 4]}
+    assert counts_tokens("layers.3.expert_tokens") and not counts_tokens("expert_tokens.weight")

@@ -1,0 +1,69 @@
+"""The paper's schedules and meshes of mixtures, on small ones: lines, ratios, what the tuner finds, pages and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.paper import figure7, figure9, schedule_lines, schedule_page
+from benchmarks.paper.schedule_lines import RATIOS, Line, Setup, missed, ratio
+from piper.models import MoEConfig
+
+SIZES = MoEConfig(layers=4, width=16, heads=2, kv_heads=2, hidden=32, vocab=64, length=16, experts=2, top_k=1)
+RATES = {
+    "qwen3-moe-1b": {"1F1B": 100.0, "interleaved": 104.0, "DualPipeV": 106.0},
+    "qwen3-moe-9b": {"1F1B": 100.0, "interleaved": 110.0, "DualPipeV": 120.0},
+}
+
+
+def stand_in(model: str, schedule: str, rate: float, pp: int = 8, width: int = 4) -> Line:
+    found: Any = SimpleNamespace(
+        period_s=1 / rate, step_s=1 / rate, tokens_per_s=rate, bubble_s=(0.002,), exposed_comm_s=0.001, fits=True
+    )
+    return Line(Setup(model, pp, width), schedule, found)
+
+
+LINES = [stand_in(model, name, rate) for model, of in RATES.items() for name, rate in of.items()]
+
+
+def test_ratios_further_than_five_points_are_named() -> None:
+    assert [ratio(LINES, p) for p in RATIOS] == [pytest.approx(x) for x in (4.0, 6.0, 100 * (120 / 110 - 1))]
+    assert missed(LINES) == ["qwen3-moe-1b: DualPipeV is +6.0 % faster than 1F1B, and +13 % in the paper"]
+    text = schedule_page.verdicts(LINES)
+    assert text.count("within 5 points") == 2 and "**7.0 points apart**" in text
+
+
+def test_the_rate_of_the_largest_mesh_is_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(figure9, "ROOT", tmp_path)
+    monkeypatch.setattr(figure9, "PAGE", tmp_path / "paper.md")
+    monkeypatch.setattr(figure9, "PICTURE", tmp_path / "paper" / "figure9.png")
+    small = stand_in("qwen3-moe-1b", "DualPipeV", 9e4, 2, 2)
+    for rate, code in ((360_000.0, 0), (340_000.0, 1)):
+        assert figure9.main(["--write"], [small, stand_in("qwen3-moe-1b", "DualPipeV", rate)]) == code
+        text = (tmp_path / "paper.md").read_text()
+        assert f"{100 * (rate / 390_000 - 1):+.1f} %" in text and ("**not** within 10 %" in text) == bool(code)
+    assert (tmp_path / "paper" / "figure9.png").stat().st_size > 10_000
+    assert schedule_page.grid_error([small]) is None
+
+
+@pytest.mark.long
+def test_the_tuner_finds_a_plan_as_fast_as_dualpipe_v(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Real plans of a small mixture on four devices, and the page with them."""
+    mine = tuple(p for p in RATIOS if p.model == "qwen3-moe-1b")
+    for module in (schedule_lines, schedule_page, figure7):
+        monkeypatch.setattr(module, "RATIOS", mine)
+        monkeypatch.setattr(module, "STACKS", ("inductor",), raising=False)
+    monkeypatch.setattr(figure7, "ROOT", tmp_path)
+    monkeypatch.setattr(figure7, "PAGE", tmp_path / "paper.md")
+    monkeypatch.setattr(figure7, "PICTURE", tmp_path / "paper" / "figure7.png")
+    monkeypatch.setattr(schedule_page, "draw7", lambda *_: None)
+    monkeypatch.setattr(figure7, "draw7", lambda *_: None)
+    space = {name: values[:1] for name, values in schedule_lines.SPACE.items()}
+    monkeypatch.setattr(schedule_lines, "SPACE", space | {"schedule": ("dualpipe_v", "zbv")})
+    setup = Setup("qwen3-moe-1b", 2, 2, rows=1, length=16, sizes=SIZES)
+    assert figure7.main(["--write"], (setup,), trials=4) == 0
+    text = (tmp_path / "paper.md").read_text()
+    assert text.count("qwen3-moe-1b") >= 3 + 2 + 2 + 1 and "every rank has all experts" in text
