@@ -9,6 +9,7 @@ this list among equals.
     in turn      one member after the other, as written
     reversed     one member after the other, from the last
     alternating  the members side by side, in proportion to their durations
+    hidden       where messages stand between nodes of a member: another computes while they are on their way
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Protocol, TypeVar
 
 from piper_compiler.durations import chunk_seconds
 from piper_compiler.passes.dependencies import Dependencies, given
+from piper_compiler.passes.hiding import hidden, messages_of
 from piper_compiler.ports import steps_of
 from piper_ir.errors import CompileError, PlanError
 from piper_ir.graph import At, Graph, Node, OverlapGroup
@@ -100,17 +102,26 @@ def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D
 def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Graph]:
     """Yield the graphs to choose from, first the graph as it is; it is the only one where nothing is left open.
 
-    `seconds` has the duration of each compute node of an overlap.
+    `seconds` has the duration of each compute node of an overlap, and of each collective that such nodes wait for.
     """
     yield graph
     if not graph.overlaps or given(graph.program):
         return
     for merge in MERGES:
-        edges = dict(graph.order_edges)
-        for group in graph.overlaps:
-            for before, after in pairwise(merge(group, seconds)):
-                edges.setdefault((before, after), group.applied)
-        yield replace(graph, order_edges=edges)
+        yield _merged(graph, [merge(group, seconds) for group in graph.overlaps])
+    found = [hidden(group, seconds, messages_of(graph, group, seconds)) for group in graph.overlaps]
+    if any(order is not None for order in found):
+        orders = [order or group.nodes for order, group in zip(found, graph.overlaps, strict=True)]
+        yield _merged(graph, orders)
+
+
+def _merged(graph: Graph, orders: Iterable[Sequence[At]]) -> Graph:
+    """Return the graph in which the nodes of each group run in its order."""
+    edges = dict(graph.order_edges)
+    for group, order in zip(graph.overlaps, orders, strict=True):
+        for pair in pairwise(order):
+            edges.setdefault(pair, group.applied)
+    return replace(graph, order_edges=edges)
 
 
 def _alternating(group: OverlapGroup, seconds: Mapping[At, float]) -> list[At]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from piper_compiler.durations import LINK, InstructionSeconds, collective_bytes, collective_seconds
 from piper_compiler.passes.dependencies import Dependencies, cycle_error, meeting
+from piper_compiler.passes.hiding import messages_to
 from piper_compiler.ports import signatures, steps_of
 from piper_ir.graph import At, Coord, Graph, Node
 from piper_ir.ops import Collective, Compute, Recv
@@ -314,8 +315,9 @@ def node_seconds(
 
 
 def overlap_seconds(graph: Graph, bound: dict[str, Chunk], rows: int, known: InstructionSeconds) -> dict[At, float]:
-    """Return the canonical seconds of the nodes of overlaps."""
-    places = [at for group in graph.overlaps for at in group.nodes]
+    """Return the canonical seconds of the nodes of overlaps, and of the collectives whose results they read."""
+    members = [at for group in graph.overlaps for at in group.nodes]
+    places = list(dict.fromkeys([*members, *(sent for at in members for sent, _ in messages_to(graph, at))]))
     nodes = tuple([node for at in places if (node := graph.at(at)) is not None])
     return dict(zip(places, node_seconds(graph, nodes, bound, rows, known), strict=True))
 
