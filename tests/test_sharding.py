@@ -71,11 +71,11 @@ def drawn(seed: int, rep: int = 1) -> Composition:
     )  # fmt: skip
 
 
-def judge(c: Composition, whole: bool = True, **options: Any) -> None:
+def judge(c: Composition, memory: bool = True, **options: Any) -> None:
     """Compile, verify, run for three steps with its memory measured in the second, or else for two steps, and compare."""
-    plan, steps = compositions.compiled(c).plan, parity.STEPS if whole else 2
+    plan, steps = compositions.compiled(c).plan, parity.STEPS
     verify(plan)
-    run = compositions.run(c, plan, memory=whole, steps=steps, **options)
+    run = compositions.run(c, plan, memory=memory, steps=steps, **options)
     parity.assert_parity(run, compositions.expected(c, steps), label=repr(c))
     found = lies(plan, dict(run.memory))
     assert not found, "\n".join([repr(c), *found[:6]])
@@ -87,13 +87,13 @@ def numbers(seeds: range, quick: int) -> list[Any]:
 
 @pytest.mark.parametrize("seed", numbers(range(2000), QUICK))
 def test_shared_states_train_what_one_device_trains(seed: int) -> None:
-    judge(drawn(seed), whole=not MEASURED <= seed < QUICK or seed % 4 == 0)
+    judge(drawn(seed), memory=not MEASURED <= seed < QUICK or seed % 4 == 0)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_replicas_of_sharers_train_what_one_device_trains(seed: int) -> None:
     """Two axes: states are shared along one, and what is kept is summed along the other."""
-    judge(drawn(seed, rep=2), whole=seed % 3 == 0)
+    judge(drawn(seed, rep=2))
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
@@ -308,7 +308,7 @@ def test_the_judge_sees_a_rank_that_is_left_out(zero: int, fault: Any, monkeypat
     """Negative controls of the cases above; the first step of both is right, so that one step would hide it."""
     c = replace(CASE, zero=zero)
     with bound_otherwise(monkeypatch, operand=fault), pytest.raises(AssertionError, match="step 1, gradient") as found:
-        judge(c, whole=False)
+        judge(c, memory=False)
     assert "step 0" not in str(found.value)
 
 

@@ -7,7 +7,8 @@ known before anything runs, and tokens of different rows never compete, so that 
 cut into microbatches.
 
 The products of experts with a capacity are a region with the coordinate `experts`: a strategy with
-`piper.shard(where(experts=ANY), ...)` shares them among devices. Dropless experts are on each device that has the layer.
+`piper.shard(where(experts=ANY), ...)` shares them among devices. Dropless experts are whole on each device that has the
+layer.
 """
 
 from __future__ import annotations
@@ -79,11 +80,9 @@ class MoEConfig(LlamaConfig):
 class MoE(Llama):
     """Extend a Llama with feed-forward parts of experts.
 
-    There is no loss that balances them: a capacity, where there is one, bounds what each takes.
-
-    With `config.balance` the result is (logits, balance [rows]), where `balance` is the sum over layers of
-    `Experts.balance`. Its mean over rows is a part of the loss. It is the same however rows are cut into microbatches
-    and over replicas, since it is a number of each row.
+    A capacity, where there is one, bounds what each expert takes. With `config.balance` the result is (logits, balance
+    [rows]), where `balance` is the sum over layers of `Experts.balance`. Its mean over rows is a part of the loss. It
+    is the same however rows are cut into microbatches and over replicas, since it is a number of each row.
     """
 
     def __init__(self, config: MoEConfig) -> None:

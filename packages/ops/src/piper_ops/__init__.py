@@ -1,9 +1,8 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
 Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
-`piper::cross_entropy` with their gradients, those of `vocabulary`, `context` and `experts`, and the collectives inside of
-steps.
-Other packages import what they need from here.
+`piper::cross_entropy` with their gradients, those of `vocabulary`, `context` and `experts`, and the collectives inside
+of steps. Other packages import what they need from here.
 """
 
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift

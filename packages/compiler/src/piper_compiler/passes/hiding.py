@@ -18,18 +18,18 @@ from piper_ir.graph import At, Graph, Node, OverlapGroup
 from piper_ir.ops import Collective, Compute
 
 WIDTH = 4
-"""States that are kept of those in which the members have come equally far."""
+"""The number of states that are kept of those in which the members have come equally far."""
 MOST_STATES = 20_000
-"""Groups whose members can have come equally far in more ways than this are not searched: seconds of compile time."""
+"""The ways in which members can have come along, beyond which a group is not searched: that would take seconds."""
 
-Place = tuple[int, int]
+MemberPlace = tuple[int, int]
 """A member of a group, and the number of a node in it."""
 _STEPS = "FRBIW"
 """The steps of a chunk, in the order in which those of one microbatch run; B is I and W."""
 
 
 @dataclass(frozen=True)
-class Messages:
+class GroupMessages:
     """Hold what nodes of a group wait for, other than the nodes before them in their member.
 
     Attributes:
@@ -37,8 +37,8 @@ class Messages:
         first: (node, node of another member that comes after it).
     """
 
-    seconds: Mapping[tuple[Place, Place], float]
-    first: frozenset[tuple[Place, Place]]
+    seconds: Mapping[tuple[MemberPlace, MemberPlace], float]
+    first: frozenset[tuple[MemberPlace, MemberPlace]]
 
 
 def messages_to(graph: Graph, at: At) -> Iterator[tuple[At, At]]:
@@ -49,16 +49,16 @@ def messages_to(graph: Graph, at: At) -> Iterator[tuple[At, At]]:
                 yield (message.id, mbs), (node.id, mbs)
 
 
-def messages_of(graph: Graph, group: OverlapGroup, seconds: Mapping[tuple[str, int], float]) -> Messages:
+def messages_of(graph: Graph, group: OverlapGroup, seconds: Mapping[tuple[str, int], float]) -> GroupMessages:
     """Return what the nodes of a group wait for; `seconds` has the duration of each collective of a value."""
     place = {at: (m, k) for m, member in enumerate(group.members) for k, at in enumerate(member)}
-    found: dict[tuple[Place, Place], float] = {}
+    found: dict[tuple[MemberPlace, MemberPlace], float] = {}
     for at in place:
         for sent, before in messages_to(graph, at):
             if before in place:
                 pair = place[before], place[at]
                 found[pair] = max(found.get(pair, 0.0), seconds[sent])
-    return Messages(found, frozenset(_between_members(graph, place)))
+    return GroupMessages(found, frozenset(_between_members(graph, place)))
 
 
 def _writers(graph: Graph, at: At) -> Iterator[tuple[Node, int]]:
@@ -70,9 +70,9 @@ def _writers(graph: Graph, at: At) -> Iterator[tuple[Node, int]]:
             yield writer, at[1]
 
 
-def _between_members(graph: Graph, place: Mapping[At, Place]) -> Iterator[tuple[Place, Place]]:
+def _between_members(graph: Graph, place: Mapping[At, MemberPlace]) -> Iterator[tuple[MemberPlace, MemberPlace]]:
     """Yield pairs of nodes of different members that compute steps of one chunk in one microbatch, in their order."""
-    of_chunk: dict[tuple[str, int], list[tuple[int, Place]]] = {}
+    of_chunk: dict[tuple[str, int], list[tuple[int, MemberPlace]]] = {}
     for at, mine in place.items():
         node = graph.at(at)
         if node is not None and isinstance(node.op, Compute):
@@ -83,7 +83,7 @@ def _between_members(graph: Graph, place: Mapping[At, Place]) -> Iterator[tuple[
                 yield one, other
 
 
-def hidden(group: OverlapGroup, seconds: Mapping[At, float], messages: Messages) -> Sequence[At] | None:
+def hidden(group: OverlapGroup, seconds: Mapping[At, float], messages: GroupMessages) -> Sequence[At] | None:
     """Return the nodes of a group in the order found; None where nothing waits for a message, or it is too large."""
     sizes = tuple(map(len, group.members))
     if not messages.seconds or prod(n + 1 for n in sizes) > MOST_STATES:
@@ -107,7 +107,7 @@ class _State:
 
     computed: float
     sent: float
-    arrives: Mapping[Place, float]
+    arrives: Mapping[MemberPlace, float]
     picks: tuple[int, object] | None
 
     @property
@@ -118,14 +118,14 @@ class _State:
 @cache
 def _searched(
     durations: tuple[tuple[float, ...], ...],
-    messages: tuple[tuple[tuple[Place, Place], float], ...],
-    first: frozenset[tuple[Place, Place]],
+    messages: tuple[tuple[tuple[MemberPlace, MemberPlace], float], ...],
+    first: frozenset[tuple[MemberPlace, MemberPlace]],
 ) -> tuple[int, ...]:
     """Return of which member each node is, in the order that ends first."""
-    sends: dict[Place, list[tuple[Place, float]]] = {}
+    sends: dict[MemberPlace, list[tuple[MemberPlace, float]]] = {}
     for (node, reader), taken in messages:
         sends.setdefault(node, []).append((reader, taken))
-    after: dict[Place, list[Place]] = {}
+    after: dict[MemberPlace, list[MemberPlace]] = {}
     for node, later in first:
         after.setdefault(later, []).append(node)
     ends = tuple(map(len, durations))
@@ -145,7 +145,7 @@ def _searched(
     return tuple(reversed(picks))
 
 
-def _after(state: _State, node: Place, seconds: float, sends: Sequence[tuple[Place, float]]) -> _State:
+def _after(state: _State, node: MemberPlace, seconds: float, sends: Sequence[tuple[MemberPlace, float]]) -> _State:
     """Return the state once a node is computed, too."""
     computed = max(state.computed, state.arrives.get(node, 0.0)) + seconds
     sent, arrives = state.sent, dict(state.arrives)
