@@ -92,6 +92,21 @@ def test_a_mask_with_gathered_keys(order: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_in_one_sequence_are_computed_whole(way: str, order: str) -> None:
+    """A device has tokens of each row, which lie apart in the sequence."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).view(1, ROWS * 8, 3, HEADS, ELEMENTS).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(ROWS, 8, WIDTH)
+
+    tensors = drawn(ROWS, 8, WIDTH, seed=1), drawn(WIDTH, 3 * WIDTH, seed=2)
+    found = shared(Case(function, ("value", "param"), tensors, portable=True), 2, way, order)
+    assert found.error < EXACT and not found.forward["shift"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", ["", "tokens"])
 def test_with_shared_heads(way: str, stream: str) -> None:
     """Heads of keys are shared, too, and along that axis also the tokens of what passes between layers."""

@@ -68,10 +68,16 @@ def _named(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def rewrite_of(op: OpIndexes, index: LoopIndex, attention: str) -> LoopRewrite | None:
-    """Return how attention is computed in parts of the tokens that its queries and its keys have, if it is."""
+def rewrite_of(op: OpIndexes, first: tuple[LoopIndex, ...], attention: str) -> LoopRewrite | None:
+    """Return how attention is computed in parts of the tokens that its queries and its keys have, if it is.
+
+    Nothing may stand outside of the `first` indexes, in parts of which they are: a row of a batch, say, in a sequence
+    of all rows.
+    """
     known = _WAYS.get((op.call.op, attention))
-    if known is None or not all(index in op.tensors[op.call.number(name)][TOKENS] for name in ("q", "k", "v")):
+    if known is None or {op.tensors[op.call.number(name)][TOKENS] for name in "qkv"} != {tokens_of(op)}:
+        return None
+    if tokens_of(op)[: len(first)] != first:
         return None
     if attention == RING:
         return LoopRewrite(known, terms=False)

@@ -74,9 +74,10 @@ class SharedAxis:
 
     def rewrite(self, op: OpIndexes, index: LoopIndex) -> LoopRewrite | None:
         """Return how other ops compute an op in parts of an index, if they do."""
-        if index in self.stream and (found := context.rewrite_of(op, index, self.attention)) is not None:
-            return found
-        return op.rewrite(index)
+        half = self.halves.get(index)
+        first = (index,) if half is None else (half, index)
+        found = context.rewrite_of(op, first, self.attention) if index in self.stream else None
+        return op.rewrite(index) if found is None else found
 
 
 @dataclass
