@@ -72,11 +72,11 @@ def drawn(seed: int, rep: int = 1) -> Composition:
 
 
 def judge(c: Composition, memory: bool = True, **options: Any) -> None:
-    """Compile, verify, run for three steps with its memory measured in the second, or else for two steps, and compare."""
-    plan, steps = compositions.compiled(c).plan, parity.STEPS
+    """Compile, verify, run for three steps, with its memory measured in the second unless told otherwise, and compare."""
+    plan = compositions.compiled(c).plan
     verify(plan)
-    run = compositions.run(c, plan, memory=memory, steps=steps, **options)
-    parity.assert_parity(run, compositions.expected(c, steps), label=repr(c))
+    run = compositions.run(c, plan, memory=memory, **options)
+    parity.assert_parity(run, compositions.expected(c), label=repr(c))
     found = lies(plan, dict(run.memory))
     assert not found, "\n".join([repr(c), *found[:6]])
 
