@@ -74,6 +74,13 @@ def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
     return with_policies(captured, policies) if policies else captured
 
 
+def layered_by(captured: Captured, asked: tuple[str, ...]) -> Captured:
+    """Return a capture that is cut at the layers that are asked for."""
+    from piper_compiler.capture import with_layers
+
+    return with_layers(captured, asked) if asked else captured
+
+
 def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
     """Return a capture for devices that share its chunks."""
     from piper_compiler.capture import with_shardings

@@ -78,11 +78,31 @@ def capture(
         return _Assembly(forward, pieces, reduce).captured()
 
 
+def with_layers(captured: Captured, asked: tuple[str, ...]) -> Captured:
+    """Return a capture that is cut at other layers; the model is not traced again.
+
+    Args:
+        asked: patterns of the names of modules, LONGEST_CHAIN, or nothing for the layers that it has.
+
+    Raises SelectorError for a pattern that matches nothing.
+    """
+    if not asked:
+        return captured
+    found = captured.layered.get(asked)
+    if found is None:
+        with _torch.CAPTURING:
+            pieces = cut(captured.forward, asked)
+            same = pieces.layers == captured.layers
+            found = captured if same else _Assembly(captured.forward, pieces, captured.reduce, asked).captured()
+        captured.layered[asked] = found
+    return found
+
+
 class _Assembly:
     """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
-    def __init__(self, forward: Forward, pieces: Cut, reduce: torch.dtype | None) -> None:
-        self._forward, self._cut, self._reduce = forward, pieces, reduce
+    def __init__(self, forward: Forward, pieces: Cut, reduce: torch.dtype | None, asked: tuple[str, ...] = ()) -> None:
+        self._forward, self._cut, self._reduce, self._asked = forward, pieces, reduce, asked
         self._store = CodeStore()
         self._requires = {p.name for p in forward.params if p.requires_grad}
         self._shapes: dict[fx.Node, TensorSpec] = {}
@@ -94,7 +114,8 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut), remarks(self._cut))
+        said = advancing_buffers(self._cut), remarks(self._cut)
+        return Captured(self._program(chunks), self._store, self._forward, *said, layers=self._cut.layers, reduce=self._reduce)
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}
@@ -109,6 +130,8 @@ class _Assembly:
                 for name, t in self._forward.batch.items()
             ),
             loss_kind="sum" if self._forward.weight is not None else "mean",
+            layers=self._asked,
+            chained=self._cut.layers.chained,
         )
 
     def _chunk(self, piece: Piece) -> Chunk:

@@ -17,6 +17,7 @@ from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
+from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.stepgraph import Joint
@@ -204,6 +205,9 @@ class Captured:
         remarks: chunk -> what a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
         shared: the same capture for devices that share its chunks, likewise.
+        layers: what the layers are.
+        layered: the same capture with other layers, by what was asked for.
+        reduce: the dtype of gradient accumulators; None for that of their parameters.
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
     """
@@ -216,6 +220,9 @@ class Captured:
     under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
     shared: dict[tuple[Sharding, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
     unshared: Mapping[str, str] = field(default_factory=dict)
+    layers: Layers = field(default_factory=Layers)
+    layered: dict[tuple[str, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
+    reduce: torch.dtype | None = None
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.

@@ -21,6 +21,7 @@ from torch import fx
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import canonical_text, concrete_call, is_size, line_of
 from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.layers import Layers, chosen_layers
 from piper_compiler.capture.regions import Operations, Region, assign, free_nodes, live_nodes, operations, own_coords
 from piper_compiler.capture.replay import ReplayFacts, replay
 from piper_compiler.capture.tags import OPAQUE
@@ -92,6 +93,7 @@ class Cut:
     facts: ReplayFacts
     free: frozenset[fx.Node]
     pieces: tuple[Piece, ...]
+    layers: Layers
 
     def module(self, piece: Piece, rows: int) -> fx.GraphModule:
         """Return the piece's forward at a number of rows: from its inputs to the results that are not `changed`."""
@@ -167,17 +169,18 @@ def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.mul, (placeholder, 1))
 
 
-def cut(forward: Forward) -> Cut:
-    """Split the captured graph at every change of coordinates."""
+def cut(forward: Forward, asked: tuple[str, ...] = ()) -> Cut:
+    """Split the captured graph at every change of coordinates; `asked` says what its layers are (`layers`)."""
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
     live = live_nodes(ops.nodes, forward, facts)
     free = free_nodes(live, forward, facts)
     bound = [n for n in live if n not in free]
-    regions = assign(bound, own_coords(forward, bound), facts)
+    layers = chosen_layers(forward, bound, asked)
+    regions = assign(bound, own_coords(forward, bound, layers), facts)
     if not regions:
         raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
-    return Cut(forward, ops, facts, frozenset(free), tuple(_Wiring(forward, facts, free, regions).pieces()))
+    return Cut(forward, ops, facts, frozenset(free), tuple(_Wiring(forward, facts, free, regions).pieces()), layers)
 
 
 class _Wiring:
