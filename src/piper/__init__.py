@@ -21,6 +21,7 @@ _HOME = {
     "region": "piper_compiler.capture",
     "tag": "piper_compiler.capture",
     "op_cost": "piper_ops",
+    "shared": "piper_ops",
     # the language
     "Mesh": "piper_ir.mesh",
     "Strategy": "piper_compiler",

@@ -141,18 +141,34 @@ class _Trainer:
         return losses, weights
 
     def _loss(self, step: int, rows: range) -> Any:
-        inputs, targets = pytree.tree_map(self._cast, self.job.batch(step, rows))
+        inputs, targets = _pair(pytree.tree_map(self._cast, self.job.batch(step, rows)))
         with self.random.during(step, rows.start):
             if isinstance(inputs, tuple):
                 output = self.model(*inputs)
-            elif isinstance(inputs, dict):
+            elif isinstance(inputs, Mapping):
                 output = self.model(**inputs)
             else:
                 output = self.model(inputs)
-            return self.job.loss(output, targets)
+            return _own_loss(output) if self.job.loss is None else self.job.loss(output, targets)
 
     def _cast(self, leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {key: pytree.tree_map(self._cast, item) for key, item in leaf.items()}
         return leaf.to(self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets; a mapping alone is the inputs."""
+    return (batch, None) if isinstance(batch, Mapping) else batch
+
+
+def _own_loss(output: Any) -> Any:
+    """Return the loss that a model computes itself."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list):
+        return output[0]
+    return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
 class _Updated:

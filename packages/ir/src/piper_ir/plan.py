@@ -219,6 +219,7 @@ class Plan:
         version: the version of the file format.
         variants: the chunks under the policies of recomputation that parts name, likewise bound.
         shared: the axes whose devices share the work of each chunk.
+        constants: as in `Program`.
     """
 
     program_key: str
@@ -242,6 +243,7 @@ class Plan:
     version: int = PLAN_VERSION
     variants: tuple[Chunk, ...] = ()
     shared: tuple[str, ...] = ()
+    constants: tuple[tuple[str, str], ...] = ()
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)

@@ -349,6 +349,7 @@ class Program:
         variants: chunks under policies of recomputation, for the policies that a strategy asks for.
         axes: the axes whose devices share the work of each chunk, with their sizes.
         layers: patterns of names of the modules that were asked for as layers, or LONGEST_CHAIN; none for the usual.
+        constants: what the batch holds beside tensors, by path, as texts of Python.
         chained: whether most layers read what the one before made. It and `variants` are no content: the key is equal.
     """
 
@@ -364,6 +365,7 @@ class Program:
     axes: tuple[tuple[str, int], ...] = ()
     layers: tuple[str, ...] = ()
     chained: bool = True
+    constants: tuple[tuple[str, str], ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
 

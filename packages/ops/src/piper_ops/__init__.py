@@ -5,6 +5,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 import what they need from here.
 """
 
+from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import UnsupportedVariant
@@ -41,6 +42,7 @@ __all__ = [
     "OP_KERNELS",
     "PORTABLE",
     "REFUSALS",
+    "Constant",
     "Formula",
     "KernelInfo",
     "Lowering",
@@ -57,6 +59,8 @@ __all__ = [
     "attention_dgrad",
     "attention_lowering",
     "backward_step",
+    "batch_leaves",
+    "batch_pair",
     "cpu_workspace",
     "cross_entropy",
     "cross_entropy_dgrad",
@@ -69,6 +73,7 @@ __all__ = [
     "embedding_part_dgrad",
     "forward_step",
     "is_model_code",
+    "is_shared",
     "kernel_of",
     "layer_norm",
     "layer_norm_backward",
@@ -82,6 +87,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_dgrad",
     "rms_norm_wgrad",
+    "shared",
     "storage_key",
     "user_line",
 ]
