@@ -150,7 +150,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "another dtype": (lambda: piper.Precision("bf16"), r"Precision\(params='bf16'\).*did you mean 'bfloat16'\?"),
     "a dtype that is not there": (lambda: piper.Precision("float16"), r"one of float64, float32, bfloat16 is needed"),
     "a misspelt dtype argument": (lambda: piper.Precision(param="float32"), r"did you mean 'params'\?"),  # type: ignore[call-arg]  # on purpose
-    "too few fields": (lambda: piper.Job(nn.Identity, batch), r"^Job\(model, batch, .*missing a required argument: 'loss'"),  # type: ignore[call-arg]  # on purpose
+    "too few fields": (lambda: piper.Job(nn.Identity, batch), r"^Job\(model, batch, .*missing a required argument: 'optimizer'"),
     "steps misspelt": (lambda: piper.execute(piper.compile(job(), ONE), step=1), r"^execute\(step=.*did you mean 'steps'\?"),
     "a launcher misspelt": (
         lambda: piper.execute(piper.compile(job(), ONE), steps=1, luncher="inline"),

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from piper.api import reference, reference_weights
+from piper.api import reference, reference_random, reference_weights
 from tests import compositions, parity
 from tests.compositions import Composition
 
@@ -176,7 +176,10 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
     assert first.losses != dry.losses
 
 
-@pytest.mark.parametrize(("module", "beside"), [(reference, {reference_weights.__name__}), (reference_weights, set())])
+PARTS = (reference_random, reference_weights)
+
+
+@pytest.mark.parametrize(("module", "beside"), [(reference, {part.__name__ for part in PARTS}), *((p, set()) for p in PARTS)])
 def test_the_reference_shares_no_code_with_piper(module: ModuleType, beside: set[str]) -> None:
     source = Path(str(module.__file__)).read_text(encoding="utf-8")
     imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]

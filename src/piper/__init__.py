@@ -88,6 +88,7 @@ _HOME = {
     "tag": "piper_compiler.capture",
     "replacement": "piper_compiler.capture",
     "op_cost": "piper_ops",
+    "shared": "piper_ops",
     # the language
     "Mesh": "piper_ir.mesh",
     "Strategy": "piper_compiler",

@@ -174,10 +174,13 @@ def test_what_is_no_dataset_is_refused(dataset: Any, options: Any, says: str) ->
         from_dataset(dataset, **options)
 
 
+def test_samples_that_are_dicts_are_inputs_alone() -> None:
+    inputs, targets = from_dataset([{"x": 1, "y": 2}] * 2, shuffle=False).bound(2)(0, range(2))
+    assert targets is None and {name: tensor.tolist() for name, tensor in inputs.items()} == {"x": [1, 1], "y": [2, 2]}
+
+
 def test_samples_that_are_no_pairs_and_rows_that_are_not_known_are_refused() -> None:
-    with pytest.raises(JobError, match=r"collated to a dict of x, y; a pair \(inputs, targets\) is needed.*collate="):
-        from_dataset([{"x": 1, "y": 2}]).bound(2)(0, range(2))
-    with pytest.raises(JobError, match="collated to a Tensor"):
+    with pytest.raises(JobError, match=r"collated to a Tensor; a pair \(inputs, targets\) is needed, or a dict .*collate="):
         from_dataset([1, 2]).bound(2)(0, range(2))
     with pytest.raises(JobError, match=r"rows per step are not known yet.*piper\.Job"):
         from_dataset(NUMBERS)(0, range(2))

@@ -1,6 +1,6 @@
 """Job, Precision, batches by name, and the initial state."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,14 @@ def test_precision_has_one_dtype_unless_told_otherwise() -> None:
 def test_batches_are_named_by_their_paths() -> None:
     t = torch.zeros(2)
     pair = namedtuple("pair", ["a", "b"])
-    assert list(flatten_batch(t, t)) == ["inputs", "targets"]
-    assert list(flatten_batch((t, t), {"y": [t, None]})) == ["inputs.0", "inputs.1", "targets.y.0"]
-    assert list(flatten_batch(OrderedDict(x=t, mask=t), pair(t, t))) == ["inputs.x", "inputs.mask", "targets.a", "targets.b"]
-    with pytest.raises(JobError, match=r"a int at inputs\.1"):
-        flatten_batch((t, 3), t)
+    assert list(flatten_batch((t, t))[0]) == ["inputs", "targets"]
+    assert list(flatten_batch(((t, t), {"y": [t, None]}))[0]) == ["inputs.0", "inputs.1", "targets.y.0"]
+    named = OrderedDict(x=t, mask=t), pair(t, t)
+    assert list(flatten_batch(named)[0]) == ["inputs.x", "inputs.mask", "targets.a", "targets.b"]
+    assert list(flatten_batch(UserDict(x=t))[0]) == ["inputs.x"]
+    assert flatten_batch(((t, 3, "mean"), None))[1] == {"inputs.1": "3", "inputs.2": "'mean'"}
+    with pytest.raises(JobError, match=r"a bytes at inputs\.1"):
+        flatten_batch(((t, b""), t))
 
 
 def test_every_row_belongs_to_one_microbatch_of_one_replica() -> None:

@@ -12,6 +12,8 @@ from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
 if TYPE_CHECKING:
+    import torch
+
     from piper_compiler.capture import Captured
     from piper_runtime import Job
 
@@ -74,6 +76,13 @@ def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
     return with_policies(captured, policies) if policies else captured
 
 
+def layered_by(captured: Captured, asked: tuple[str, ...]) -> Captured:
+    """Return a capture that is cut at the layers that are asked for."""
+    from piper_compiler.capture import with_layers
+
+    return with_layers(captured, asked) if asked else captured
+
+
 def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
     """Return a capture for devices that share its chunks."""
     from piper_compiler.capture import with_shardings
@@ -123,7 +132,7 @@ def capture_key(job: Job) -> CaptureKey | None:
             return None
         model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
-    return CaptureKey(model, loss, _batch_of(job), job.precision.key, costs, tuple(map(str, settings)))
+    return CaptureKey(model, loss, f"{_batch_of(job)} {job.shared_names}", job.precision.key, costs, tuple(map(str, settings)))
 
 
 def _batch_of(job: Job) -> str:
@@ -146,15 +155,24 @@ def _looks(job: Job) -> str:
     from torch.utils import _pytree as pytree
 
     from piper_compiler.capture import ASKED_ROWS
+    from piper_ops import batch_pair
     from piper_runtime.rank import call_batch
 
     rows = range(min(ASKED_ROWS, job.global_batch))
-    leaves, structure = pytree.tree_flatten(call_batch(job.batch, 0, rows))
-    looks = [
-        f"{leaf.dtype} {tuple(leaf.shape[1:])} {leaf.shape[:1] == (len(rows),)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
+    result = call_batch(job.batch, 0, rows)
+    leaves, structure = pytree.tree_flatten(batch_pair(result) or result)
+    looks = [_look(leaf, len(rows)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
     return f"{structure} {looks}"
+
+
+def _look(tensor: torch.Tensor, rows: int) -> str:
+    """Return the dtype and shape of a tensor, and whether its first dimension is the rows, or it has none."""
+    from piper_ops import is_shared
+
+    if is_shared(tensor, "", ()):
+        return f"{tensor.dtype} {tuple(tensor.shape)} shared"
+    of_rows = tensor.shape[:1] == (rows,)
+    return f"{tensor.dtype} {tuple(tensor.shape[of_rows:])} {of_rows}"
 
 
 def _capture(job: Job) -> Captured:
@@ -171,4 +189,5 @@ def _capture(job: Job) -> Captured:
             reduce=given.sums_in,
             keep=given.kept,
             most=job.global_batch,
+            shared=job.shared_names,
         )

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from piper.api.capturing import captured_job, program_at, shared_by, under_policies
-from piper_compiler import Options, Strategy, Training, compile_program, policies_of, shardings_of
+from piper.api.capturing import captured_job, layered_by, program_at, shared_by, under_policies
+from piper_compiler import Options, Strategy, Training, asked_layers, compile_program, policies_of, shardings_of
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, PiperWarning
+from piper_ir.errors import CompileError, DirectiveError, JobError, PiperWarning
 from piper_ir.graph import Graph
 from piper_ir.keywords import checked_call
 from piper_ir.plan import Plan
@@ -20,7 +20,7 @@ from piper_ir.sizes import bind
 from piper_ir.tools import Brief
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Advancing, Captured, CodeStore
+    from piper_compiler.capture import Advancing, Captured, CodeStore, Layers
     from piper_runtime import Job
     from piper_runtime.rank import OptimizerSpec
 
@@ -38,6 +38,7 @@ class Compiled(Brief):
         code: The functions of the program's chunks.
         trainable: Names of the parameters that had requires_grad when the model was captured.
         advancing: Buffers of the job's model that advance once per microbatch.
+        layers: Which modules of the job's model are the layers.
         strategy: What was compiled.
     """
 
@@ -49,6 +50,7 @@ class Compiled(Brief):
     trainable: frozenset[str] | None = None
     advancing: tuple[Advancing, ...] = ()
     strategy: Strategy | None = None
+    layers: Layers | None = None
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield what was compiled, and what its plan says of itself."""
@@ -90,6 +92,7 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch)
+    captured = layered_by(captured, asked_layers(strategy.directives, captured.program))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, policies_of(strategy.directives))
     with _remarks_in_errors(captured):
@@ -106,7 +109,15 @@ def compile(
     check_data(source, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
     made = Compiled(
-        lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing, strategy
+        lowered.graph.program,
+        lowered.graph,
+        lowered.plan,
+        source,
+        captured.code,
+        trainable,
+        captured.advancing,
+        strategy,
+        captured.layers,
     )
     if notice := advancing_notice(made):
         warnings.warn(notice, PiperWarning, stacklevel=2)
@@ -176,8 +187,8 @@ def _remarks_in_errors(captured: Captured) -> Iterator[None]:
     """Add to a compiler's error what capture knows of the chunks that it is about."""
     try:
         yield
-    except CompileError as error:
+    except (CompileError, DirectiveError) as error:
         said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
         if not said:
             raise
-        raise CompileError("\n".join([str(error), *said]), error.chunks) from error
+        raise type(error)("\n".join([str(error), *said]), error.chunks) from error

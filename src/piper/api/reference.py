@@ -7,11 +7,9 @@ restated here from their written rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from hashlib import blake2b
 from statistics import median
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from piper.api.reference_random import RandomState
 from piper.api.reference_weights import cast_tensors, constructed, load_weights
 
 FLOAT64 = 1e-9
@@ -63,14 +62,23 @@ class Reference:
         return {name for gradients in self.gradients for name in gradients}
 
 
-def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
+def reference(
+    job: Any,
+    *,
+    replicas: int = 1,
+    microbatches: int = 1,
+    steps: int = STEPS,
+    head: int | str = "root.1",
+    layers: Sequence[str] = (),
+) -> Reference:
     """Train a job's model on one device as a plan with these numbers would.
 
-    `head` is the seed's place for random operations after the last layer.
+    `head` is the seed's place for random operations after the last layer, and `layers` has the names of the modules
+    that are the layers, one for each run, where they are others than the entries of nn.ModuleLists.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        trainer = _Trainer(job, replicas, microbatches, head)
+        trainer = _Trainer(job, replicas, microbatches, head, layers)
         results = [trainer.step(step) for step in range(steps)]
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -83,14 +91,14 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
 class _Trainer:
     """Hold the module and its optimizer, under a job's rules."""
 
-    def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
+    def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str, layers: Sequence[str] = ()):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
         params = getattr(torch, job.precision.params)
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
         cast_tensors(self.model, params, self.compute)
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
-        self.random = _RandomState(self.model, job.seed, head)
+        self.random = RandomState(self.model, job.seed, head, layers)
         self.updated = _Updated(self.model, job.precision)
         self.optimizer = job.optimizer(self.updated.named())
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
@@ -135,18 +143,34 @@ class _Trainer:
         return losses, weights
 
     def _loss(self, step: int, rows: range) -> Any:
-        inputs, targets = pytree.tree_map(self._cast, self.job.batch(step, rows))
+        inputs, targets = _pair(pytree.tree_map(self._cast, self.job.batch(step, rows)))
         with self.random.during(step, rows.start):
             if isinstance(inputs, tuple):
                 output = self.model(*inputs)
-            elif isinstance(inputs, dict):
+            elif isinstance(inputs, Mapping):
                 output = self.model(**inputs)
             else:
                 output = self.model(inputs)
-            return self.job.loss(output, targets)
+            return _own_loss(output) if self.job.loss is None else self.job.loss(output, targets)
 
     def _cast(self, leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {key: pytree.tree_map(self._cast, item) for key, item in leaf.items()}
         return leaf.to(self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets; a mapping alone is the inputs."""
+    return (batch, None) if isinstance(batch, Mapping) else batch
+
+
+def _own_loss(output: Any) -> Any:
+    """Return the loss that a model computes itself."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list):
+        return output[0]
+    return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
 class _Updated:
@@ -187,70 +211,6 @@ class _Updated:
             if name in self._masters:
                 master, p.grad = self._masters[name], None
                 p.data, master.grad = master.detach() if whole else master.detach().to(p.dtype), None
-
-
-class _RandomState:
-    """Set torch's generator before the model, before each layer, and when all layers have run (`head`).
-
-    Layers are the entries of the outermost nn.ModuleLists, numbered consecutively in the order of registration.
-    """
-
-    def __init__(self, model: nn.Module, seed: int, head: int | str):
-        self._seed, self._head = seed, head
-        self._numbers: dict[nn.Module, int] = {}
-        for number, layer in enumerate(_entries(model, set())):
-            self._numbers.setdefault(layer, number)
-        self._step = self._row = 0
-        self._waiting: set[nn.Module] = set()
-        self._latest: int | str = "root"
-        self._at_head = False
-        self._set: set[int | str] = set()
-        self._doubtful: set[int | str] = set()
-
-    @property
-    def places(self) -> frozenset[int | str]:
-        """Return where the state was set: numbers of layers, "root" and the head."""
-        return frozenset(self._set - self._doubtful)
-
-    @contextmanager
-    def during(self, step: int, row: int) -> Iterator[None]:
-        """Set the random state during one forward, whose microbatch begins at `row` of the global batch."""
-        self._step, self._row, self._waiting = step, row, set(self._numbers)
-        self._at_head, self._latest = False, "root"
-        hooks = [layer.register_forward_pre_hook(lambda layer, _: self._before(layer)) for layer in self._numbers]
-        hooks += [layer.register_forward_hook(lambda layer, *_: self._after(layer)) for layer in self._numbers]
-        self._at("root")
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _before(self, layer: nn.Module) -> None:
-        if self._at_head:  # a layer runs again: what ran in between was no head, and had the head's state
-            self._doubtful |= {self._head, self._latest}
-        self._at_head, self._latest = False, self._numbers[layer]
-        self._at(self._latest)
-
-    def _after(self, layer: nn.Module) -> None:
-        done = self._waiting == {layer}
-        self._waiting.discard(layer)
-        if done:
-            self._at_head = True
-            self._at(self._head)
-
-    def _at(self, place: int | str) -> None:
-        self._set.add(place)
-        digest = blake2b(f"{self._seed}/{self._step}/{self._row}/{place}".encode(), digest_size=8).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # torch.manual_seed: 50 times as long
-
-
-def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the entries of the ModuleLists that are in no other one, except modules in `seen`."""
-    for child in module.children():
-        if child not in seen:
-            seen.add(child)
-            yield from child if isinstance(child, nn.ModuleList) else _entries(child, seen)
 
 
 @dataclass(frozen=True)

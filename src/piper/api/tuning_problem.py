@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.capturing import program_at, shared_by, under_policies
+from piper.api.capturing import layered_by, program_at, shared_by, under_policies
 from piper.api.compiling import trained_job
 from piper_autotune import TuningProblem, Wanted
 from piper_ir.costs import Costs
@@ -36,7 +36,7 @@ def problem_of(
     )  # by value: a worker that imported it would import torch
 
     def under(wanted: Wanted) -> Program:
-        found = under_policies(shared_by(captured, wanted.shardings), wanted.policies)
+        found = under_policies(shared_by(layered_by(captured, wanted.layers), wanted.shardings), wanted.policies)
         return program_at(found, wanted.rows) if wanted.rows else found.program
 
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "under": under, "modules": modules}

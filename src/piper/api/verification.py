@@ -105,7 +105,8 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name
     plan = compiled.plan
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
-    expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
+    layers = compiled.layers.runs if compiled.layers is not None else ()
+    expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head, layers=layers)
     _check_random(plan, expected)
     outcome = RunOutcome.of(run)
     beyond, tolerance = compared(outcome, expected, captured_job(wide))

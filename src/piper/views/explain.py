@@ -63,7 +63,8 @@ def _program(compiled: Compiled) -> str:
     parameter_bytes = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
     lines = [
         f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
-        f"{size_text(parameter_bytes)} of parameters"
+        f"{size_text(parameter_bytes)} of parameters",
+        *([compiled.layers.text] if compiled.layers is not None and compiled.layers.text else []),
     ]
     names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     for step, name in names:

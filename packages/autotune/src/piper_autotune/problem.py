@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from piper_compiler import Options, Strategy, Training, policies_of, shardings_of
+from piper_compiler import Options, Strategy, Training, asked_layers, policies_of, shardings_of
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
 from piper_ir.layout import Sharding
@@ -129,21 +129,24 @@ class Wanted:
         rows: the rows per microbatch; 0 stands for any number of rows.
         policies: the policies of recomputation.
         shardings: how devices share the work of chunks.
+        layers: which modules are the layers.
     """
 
     rows: int = 0
     policies: tuple[str, ...] = ()
     shardings: tuple[Sharding, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def special(self) -> bool:
         """Return whether it is another program than the problem's own, whatever the rows."""
-        return bool(self.policies or self.shardings)
+        return bool(self.policies or self.shardings or self.layers)
 
 
-def wanted_by(strategy: Strategy, rows: int = 0) -> Wanted:
-    """Return which program a strategy wants."""
-    return Wanted(rows, policies_of(strategy.directives), shardings_of(strategy.directives, strategy.mesh))
+def wanted_by(strategy: Strategy, program: Program, rows: int = 0) -> Wanted:
+    """Return which program a strategy wants; `program` is the problem's own."""
+    items = strategy.directives
+    return Wanted(rows, policies_of(items), shardings_of(items, strategy.mesh), asked_layers(items, program))
 
 
 Variants = Mapping[Wanted, Program | str | None]

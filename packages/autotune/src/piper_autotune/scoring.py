@@ -82,12 +82,12 @@ class _Compiling:
 
     def lowered(self) -> Lowered:
         of = self.problem
-        wanted = wanted_by(self.strategy)
+        wanted = wanted_by(self.strategy, of.program)
         program = self._program(wanted) if wanted.special else of.program
         return compiled(CompileRequest(program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows))
 
     def at_rows(self, rows: int) -> Program:
-        return self._program(wanted_by(self.strategy, rows))
+        return self._program(wanted_by(self.strategy, self.problem.program, rows))
 
     def _program(self, wanted: Wanted) -> Program:
         if wanted not in self.variants:

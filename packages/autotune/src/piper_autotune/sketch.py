@@ -120,7 +120,16 @@ class Sketches:
         listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
         buckets = WholeBuckets(graph, turns(graph, orders, parts))
         placed = {r: tuple(c) for r, c in roles.items()}
-        return Sketch(parts, graph.replicas, placed, listed, wanted_by(strategy), variants, graph=graph, buckets=buckets)
+        return Sketch(
+            parts,
+            graph.replicas,
+            placed,
+            listed,
+            wanted_by(strategy, self._problem.program),
+            variants,
+            graph=graph,
+            buckets=buckets,
+        )
 
     def rows(self, sketch: Sketch) -> int | None:
         """Return the rows per microbatch and rank; None when the global batch does not divide."""
@@ -208,7 +217,7 @@ class Sketches:
         key = Strategy(mesh, [d.single for d in decisions if d.single is not None])
         if key not in self._placed:
             try:
-                wanted = wanted_by(key)
+                wanted = wanted_by(key, self._problem.program)
                 if (key.mesh, wanted) not in self._built:
                     program = (self._programs.exact(wanted) if wanted.special else None) or self._problem.program
                     self._built[key.mesh, wanted] = build_graph(program, split_mesh(key.mesh, program))

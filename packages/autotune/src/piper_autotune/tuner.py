@@ -184,10 +184,10 @@ def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> 
     """Return the best strategy as it was scored and run, whatever costs its later users have."""
 
     def at(rows: int) -> Program:
-        return programs.exact(wanted_by(strategy, rows)) or problem.program
+        return programs.exact(wanted_by(strategy, problem.program, rows)) or problem.program
 
     lowered = compile_program(
-        at(0) if wanted_by(strategy).special else problem.program,
+        at(0) if wanted_by(strategy, problem.program).special else problem.program,
         strategy,
         global_batch=problem.global_batch,
         training=problem.training,

@@ -18,6 +18,7 @@ from piper_compiler.compile import (
 )
 from piper_compiler.directives import (
     Directive,
+    asked_layers,
     describe,
     directive,
     fail,
@@ -52,6 +53,7 @@ __all__ = [
     "Strategy",
     "Training",
     "apply_directives",
+    "asked_layers",
     "build_graph",
     "compile_program",
     "compiled",

@@ -19,7 +19,14 @@ class SelectorError(PiperError, LookupError):
 
 
 class DirectiveError(PiperError, ValueError):
-    """A directive's legality condition does not hold on the graph to which it was applied."""
+    """A directive's legality condition does not hold on the graph to which it was applied.
+
+    `chunks` are the ids of the chunks that the error is about, where it says so.
+    """
+
+    def __init__(self, message: str, chunks: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.chunks = chunks
 
 
 class CompileError(PiperError, ValueError):

@@ -220,6 +220,7 @@ class Plan(Brief):
         variants: the chunks under the policies of recomputation that parts name, likewise bound.
         shared: the axes whose devices share the work of each chunk.
         experts: the axes along which each device has some experts.
+        constants: as in `Program`.
     """
 
     program_key: str
@@ -244,6 +245,7 @@ class Plan(Brief):
     variants: tuple[Chunk, ...] = ()
     shared: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    constants: tuple[tuple[str, str], ...] = ()
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)

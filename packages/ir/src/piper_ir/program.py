@@ -1,8 +1,8 @@
 """Describe a captured model with its loss as a Program: chunks with exact sizes and costs, without code.
 
-Chunks stand in program order, which is a topological order of the forward DAG. Each chunk has up to three *steps*: F
-(forward), I (input gradient) and W (weight gradient). Under a policy of recomputation there is a fourth, R: it makes
-what F does not keep, before I and W need it. A step's Signature names the *ports* that it reads and writes:
+Chunks stand in program order, a topological order of the forward DAG. A chunk has up to three *steps*: F (forward), I
+(input gradient) and W (weight gradient). Under a policy of recomputation there is a fourth, R, which makes what F does
+not keep before I and W need it. A step's Signature names the *ports* that it reads and writes:
 
     in{k}     the k-th entry of chunk.inputs: a value of another chunk, a parameter, a buffer or a batch tensor
     out{k}    the k-th entry of chunk.outputs
@@ -319,10 +319,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """Describe a tensor of the batch, whose first dimension is the rows.
-
-    Its `name` ("inputs.0", "inputs.mask", "targets", ...) is its path in what Job.batch returns.
-    """
+    """Describe a tensor of the batch by its path in what Job.batch returns ("inputs.0", "targets", ...)."""
 
     name: str
     spec: TensorSpec
@@ -342,10 +339,12 @@ class Program:
         source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
+        variants: chunks under policies of recomputation, for the policies that a strategy asks for.
         axes: the axes whose devices share the work of each chunk, with their sizes.
         experts: likewise the axes along which each device has some experts; their rows differ.
-        variants: chunks under policies of recomputation, for the policies that a strategy asks for. They are no content
-            of the program: it has the same key without them.
+        layers: patterns of names of the modules that were asked for as layers, or LONGEST_CHAIN; none for the usual.
+        constants: what the batch holds beside tensors, by path, as texts of Python.
+        chained: whether most layers read what the one before made. It and `variants` are no content: the key is equal.
     """
 
     chunks: tuple[Chunk, ...] = field(repr=False)
@@ -359,6 +358,9 @@ class Program:
     variants: tuple[Chunk, ...] = field(default=(), repr=False)
     axes: tuple[tuple[str, int], ...] = ()
     experts: tuple[tuple[str, int], ...] = ()
+    layers: tuple[str, ...] = ()
+    chained: bool = True
+    constants: tuple[tuple[str, str], ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
 
@@ -389,4 +391,4 @@ class Program:
     @cached_property
     def key(self) -> str:
         """Return the hash of the content; equal programs have equal keys on every machine."""
-        return content_key(replace(self, variants=()) if self.variants else self)
+        return content_key(replace(self, variants=(), chained=True) if self.variants or not self.chained else self)

@@ -16,6 +16,9 @@ NONE: Special = "NONE"
 
 Match = int | str | tuple[int | str, ...]
 
+LONGEST_CHAIN = ("",)
+"""The request for the longest chain of like modules as layers, in place of patterns of their names."""
+
 
 @dataclass(frozen=True, init=False)
 class Where:

@@ -5,6 +5,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 of steps. Other packages import what they need from here.
 """
 
+from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
@@ -52,6 +53,7 @@ __all__ = [
     "OP_KERNELS",
     "PORTABLE",
     "REFUSALS",
+    "Constant",
     "Formula",
     "KernelInfo",
     "Lowering",
@@ -68,6 +70,8 @@ __all__ = [
     "attention_dgrad",
     "attention_lowering",
     "backward_step",
+    "batch_leaves",
+    "batch_pair",
     "context_add",
     "context_add_",
     "context_merge",
@@ -87,6 +91,7 @@ __all__ = [
     "grouped_mm_dgrad",
     "grouped_mm_wgrad",
     "is_model_code",
+    "is_shared",
     "kernel_of",
     "layer_norm",
     "layer_norm_backward",
@@ -103,6 +108,7 @@ __all__ = [
     "route",
     "route_dgrad",
     "shift",
+    "shared",
     "storage_key",
     "unroute",
     "unroute_dgrad",

@@ -5,9 +5,10 @@ Only this folder of the compiler may import torch and piper_ops; of the compiler
 
 from piper_compiler.capture._torch_context import check_autocast, check_context
 from piper_compiler.capture.advancing import Advancing
-from piper_compiler.capture.assemble import capture
+from piper_compiler.capture.assemble import capture, with_layers
 from piper_compiler.capture.codegen import StepCode, compile_step
 from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
+from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layout_facts import ChunkFacts, IndexFacts, WorkFacts, layout_facts
 from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
@@ -24,6 +25,7 @@ __all__ = [
     "ChunkFacts",
     "CodeStore",
     "IndexFacts",
+    "Layers",
     "POLICIES",
     "StepCode",
     "WorkFacts",
@@ -41,6 +43,7 @@ __all__ = [
     "region",
     "replacement",
     "tag",
+    "with_layers",
     "with_policies",
     "with_shardings",
 ]

@@ -18,12 +18,13 @@ from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.remarks import remarks
+from piper_compiler.capture.rowpairs import compares_rows
 from piper_compiler.capture.shared import check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.steady import check_steady
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
-from piper_ir.sizes import TensorSpec, affine, fit
+from piper_ir.sizes import Dim, TensorSpec, affine, fit
 from piper_ops import dtype_name
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
@@ -37,12 +38,13 @@ operations are simplified or ordered otherwise.
 def capture(
     model: nn.Module | Callable[[], nn.Module],
     batch: BatchMaker,
-    loss: Loss,
+    loss: Loss = None,
     *,
     dtype: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     keep: Mapping[str, torch.dtype] | None = None,
     most: int = ASKED_ROWS,
+    shared: tuple[str, ...] = (),
 ) -> Captured:
     """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
@@ -53,14 +55,15 @@ def capture(
     Args:
         model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its
             constructor reads values of tensors.
-        batch: rows -> (inputs, targets). inputs is a tensor, a tuple (positional) or a dict (keyword), targets any nest
-            of tensors; dimension 0 of every tensor is the rows.
-        loss: a mean over the rows, or (sum, weight).
+        batch: rows -> (inputs, targets), or a mapping of inputs. inputs is a tensor, a tuple (positional) or a mapping
+            (keyword), targets any nest of tensors; dimension 0 of every tensor is the rows, but for `shared` ones.
+        loss: a mean over the rows, or (sum, weight); None for the model's own.
         dtype: floating-point parameters and batch tensors are cast to it. Buffers stay as the model made them, but for
             float64, which is there to compare: all is in float64 then.
         reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
         most: rows that `batch` has; it is asked for two of them at most.
+        shared: patterns of the names of batch tensors without rows, beside those that are marked (`piper.shared`).
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -68,7 +71,7 @@ def capture(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:
-        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most)
+        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most, shared)
         check_steady(forward)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
@@ -80,16 +83,44 @@ def capture(
 
 def with_experts(captured: Captured) -> Captured:
     """Return the capture of the same model whose chunks are cut where a region has the coordinate experts, too."""
-    reduce = next((captured.code.recipe(c.code).reduce for c in captured.program.chunks), None)
+    asked = captured.program.layers
     with _torch.CAPTURING:
-        return _Assembly(captured.forward, cut(captured.forward, experts=True), reduce, captured.code).captured()
+        pieces = cut(captured.forward, asked, experts=True)
+        return _Assembly(captured.forward, pieces, captured.reduce, asked, captured.code).captured()
+
+
+def with_layers(captured: Captured, asked: tuple[str, ...]) -> Captured:
+    """Return a capture that is cut at other layers; the model is not traced again.
+
+    Args:
+        asked: patterns of the names of modules, LONGEST_CHAIN, or nothing for the layers that it has.
+
+    Raises SelectorError for a pattern that matches nothing.
+    """
+    if not asked:
+        return captured
+    found = captured.layered.get(asked)
+    if found is None:
+        with _torch.CAPTURING:
+            pieces = cut(captured.forward, asked)
+            same = pieces.layers == captured.layers
+            found = captured if same else _Assembly(captured.forward, pieces, captured.reduce, asked).captured()
+        captured.layered[asked] = found
+    return found
 
 
 class _Assembly:
     """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
-    def __init__(self, forward: Forward, pieces: Cut, reduce: torch.dtype | None, store: CodeStore | None = None) -> None:
-        self._forward, self._cut, self._reduce = forward, pieces, reduce
+    def __init__(
+        self,
+        forward: Forward,
+        pieces: Cut,
+        reduce: torch.dtype | None,
+        asked: tuple[str, ...] = (),
+        store: CodeStore | None = None,
+    ) -> None:
+        self._forward, self._cut, self._reduce, self._asked = forward, pieces, reduce, asked
         self._store = CodeStore() if store is None else store
         self._requires = {p.name for p in forward.params if p.requires_grad}
         self._shapes: dict[fx.Node, TensorSpec] = {}
@@ -101,7 +132,8 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut), remarks(self._cut))
+        said = advancing_buffers(self._cut), remarks(self._cut)
+        return Captured(self._program(chunks), self._store, self._forward, *said, layers=self._cut.layers, reduce=self._reduce)
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}
@@ -112,11 +144,17 @@ class _Assembly:
             ),
             buffers=tuple(Buffer(b.name, TensorSpec(b.shape, dtype_name(b.dtype)), b.persistent) for b in self._forward.buffers),
             batch=tuple(
-                BatchTensor(name, TensorSpec((affine(0, 1), *t.shape[1:]), dtype_name(t.dtype)))
+                BatchTensor(name, TensorSpec(self._batch_shape(name, tuple(t.shape)), dtype_name(t.dtype)))
                 for name, t in self._forward.batch.items()
             ),
+            constants=self._forward.constants,
             loss_kind="sum" if self._forward.weight is not None else "mean",
+            layers=self._asked,
+            chained=self._cut.layers.chained,
         )
+
+    def _batch_shape(self, name: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return shape if name in self._forward.fixed else (affine(0, 1), *shape[1:])
 
     def _chunk(self, piece: Piece) -> Chunk:
         number = piece.region.number
@@ -155,7 +193,7 @@ class _Assembly:
             except NotAffine as error:
                 problem = problem or explain(error, piece.region.id, traces)
         assert problem is not None
-        raise problem
+        raise compares_rows(piece.region.nodes) or problem
 
     def _shared(self, piece: Piece, specs: Sequence[TensorSpec], trace: TracedChunk, fitter: Fitter) -> Chunk:
         ports = fitter.ports()

@@ -18,6 +18,7 @@ from piper_compiler.capture.dispatch import Dispatch
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
+from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.stepgraph import Joint
@@ -227,6 +228,9 @@ class Captured:
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
         shared: the same capture for devices that share its chunks, likewise; at () the one that is also cut where
             regions of experts begin and end.
+        layers: what the layers are.
+        layered: the same capture with other layers, by what was asked for.
+        reduce: the dtype of gradient accumulators; None for that of their parameters.
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
     """
@@ -239,6 +243,9 @@ class Captured:
     under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
     shared: dict[tuple[Sharding, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
     unshared: Mapping[str, str] = field(default_factory=dict)
+    layers: Layers = field(default_factory=Layers)
+    layered: dict[tuple[str, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
+    reduce: torch.dtype | None = None
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.

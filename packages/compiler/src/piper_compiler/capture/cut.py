@@ -24,6 +24,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import canonical_text, concrete_call, concrete_shape, is_size, line_of
 from piper_compiler.capture.dispatch import Dispatch
 from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.layers import Layers, chosen_layers
 from piper_compiler.capture.regions import (
     Operations,
     Region,
@@ -108,6 +109,7 @@ class Cut:
     facts: ReplayFacts
     free: frozenset[fx.Node]
     pieces: tuple[Piece, ...]
+    layers: Layers
 
     def module(self, piece: Piece, rows: int, dispatch: Dispatch | None = None) -> fx.GraphModule:
         """Return the piece's forward at a number of rows: from its inputs to the results that are not `changed`.
@@ -192,18 +194,22 @@ def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.mul, (placeholder, 1))
 
 
-def cut(forward: Forward, *, experts: bool = False) -> Cut:
-    """Split the captured graph at every change of coordinates; those of experts count where they are asked for."""
+def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False) -> Cut:
+    """Split the captured graph at every change of coordinates; `asked` says what its layers are (`layers`).
+
+    The coordinates of experts count where they are asked for.
+    """
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
     live = live_nodes(ops.nodes, forward, facts)
     free = free_nodes(live, forward, facts)
     bound = [n for n in live if n not in free]
-    regions = assign(bound, own_coords(forward, bound, experts=experts), facts)
+    layers = chosen_layers(forward, bound, asked)
+    regions = assign(bound, own_coords(forward, bound, layers, experts=experts), facts)
     if not regions:
         raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
     repeated = free | spread_nodes(bound, facts) if experts else free
-    return Cut(forward, ops, facts, frozenset(repeated), tuple(_Wiring(forward, facts, repeated, regions).pieces()))
+    return Cut(forward, ops, facts, frozenset(repeated), tuple(_Wiring(forward, facts, repeated, regions).pieces()), layers)
 
 
 class _Wiring:

@@ -23,12 +23,15 @@ from piper_compiler.capture.dynamo_errors import as_capture_error
 from piper_compiler.capture.kept import KeptState
 from piper_compiler.capture.model import (
     ASKED_ROWS,
+    OWN_LOSS,
     BatchMaker,
+    Example,
     Loss,
     check_batch,
     fake_model,
-    flatten_batch,
+    join_rows,
     named_tensors,
+    own_loss,
 )
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
@@ -73,6 +76,9 @@ class Forward:
         weight: node with the loss's weight, if the user's loss gives one.
         rewrites: buffer -> node with the value assigned to it in forward.
         batch: tensors of the batch by name.
+        fixed: names of those without rows.
+        joined: names of those whose first two dimensions are one in the user's batch.
+        constants: what else the batch holds, by name, as texts.
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
         guards: facts about sizes that the path depends on.
@@ -94,6 +100,9 @@ class Forward:
     guards: tuple[_torch.RowGuard, ...]
     repeat: Repeat | None = None
     kept: Mapping[str, fx.Node | None] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
+    constants: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,18 +118,20 @@ class Repeat:
     trace: Callable[[], Forward]
 
 
-def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozenset[str] = frozenset()) -> tuple[Tensor, ...]:
     """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
 
     Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights.
     """
+    if joined:
+        inputs, targets = join_rows(inputs, "inputs", joined), join_rows(targets, "targets", joined)
     if isinstance(inputs, dict):
         output = model(**inputs)
     elif isinstance(inputs, tuple):
         output = model(*inputs)
     else:
         output = model(inputs)
-    result = loss(output, targets)
+    result = own_loss(output) if loss is None else loss(output, targets)
     total, *rest = result if isinstance(result, tuple) else (result,)
     if isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16):
         total = total.float()
@@ -168,15 +179,20 @@ class _Recorder:
 
 
 def capture_forward(
-    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, casts: Casts | None = None, most: int = ASKED_ROWS
+    model: nn.Module | Callable[[], nn.Module],
+    batch: BatchMaker,
+    loss: Loss,
+    casts: Casts | None = None,
+    most: int = ASKED_ROWS,
+    shared: tuple[str, ...] = (),
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
     casts = casts or Casts()
     with _torch.CAPTURING:
         module = fake_model(model, _torch.fake_cpu(), casts)
-        inputs, targets = check_batch(batch, EXAMPLE_ROWS, casts, most)
+        example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
         state = KeptState({"model": module, "loss": loss}, step.__globals__)
-        calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), state)
+        calls = _Calls(module, loss, example, state)
         first = calls.trace()
         return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
 
@@ -187,24 +203,23 @@ class _Calls:
 
     model: nn.Module
     loss: Loss
-    inputs: Any
-    targets: Any
-    batch: dict[str, Tensor]
+    example: Example
     state: KeptState
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
     def trace(self) -> Forward:
-        origins = {id(t): InputOrigin("batch", name) for name, t in self.batch.items()}
+        batch, rows = self.example.tensors, self.example.rows
+        origins = {id(t): InputOrigin("batch", name) for name, t in batch.items()}
         params, buffers, before = _manifest(self.model, origins)
         self.known = self.state.known = self.known or frozenset(origin.name for origin in origins.values())
         kept = self._kept(origins, before.values())
-        for tensor in self.batch.values():
+        for tensor in rows.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
-        recorder = _Recorder({id(t) for t in self.batch.values()})
+        recorder = _Recorder({id(t) for t in rows.values()})
         with self.state.call():
-            result = _run(recorder, self.model, self.loss, self.inputs, self.targets)
+            result = _run(recorder, self.model, self.loss, self.example)
         gm = recorder.module
         if gm is None:
             raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
@@ -214,7 +229,7 @@ class _Calls:
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
         nodes = [recorder.node_of(value) for value in result]
-        _check_loss(result, nodes)
+        _check_loss(result, nodes, own=self.loss is None)
         placeholders = gm.graph.find_nodes(op="placeholder")
         assert nodes[0] is not None
         return Forward(
@@ -226,18 +241,20 @@ class _Calls:
             rewrites=_rewrites(self.model, {n: t for n, t in before.items() if n in self.known}, recorder),
             params=params,
             buffers=buffers,
-            batch=self.batch,
+            batch=batch,
             model=self.model,
             modules=modules,
             guards=_torch.row_guards(gm.graph),
             kept=kept,
+            fixed=self.example.fixed,
+            joined=self.example.joined,
+            constants=self.example.constants,
         )
 
     def trace_again(self) -> Forward:
         """Trace the next call; see `Repeat`."""
-        self.left += [(tensor, None) for tensor in self.batch.values()]
-        self.inputs, self.targets = _torch.pytree.tree_map(_fresh, (self.inputs, self.targets))
-        self.batch = flatten_batch(self.inputs, self.targets)
+        self.left += [(tensor, None) for tensor in self.example.tensors.values()]
+        self.example = self.example.map(lambda _, tensor: torch.zeros_like(tensor))
         return self.trace()
 
     def _kept(self, origins: dict[int, InputOrigin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
@@ -251,10 +268,6 @@ class _Calls:
                 origins[id(tensor)] = InputOrigin("kept", name)
                 kept.setdefault(name, node)
         return kept
-
-
-def _fresh(leaf: Any) -> Any:
-    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _manifest(
@@ -281,19 +294,19 @@ def _manifest(
     return tuple(params), tuple(buffers), before
 
 
-def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
+def _run(recorder: _Recorder, model: nn.Module, loss: Loss, example: Example) -> tuple[Any, ...]:
     with _torch.own_settings(), torch.enable_grad():
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, inputs, targets)
+                    return _traced(recorder, model, loss, example)
             except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart():
-                return _traced(recorder, model, loss, inputs, targets)
+                return _traced(recorder, model, loss, example)
         except _torch.CAPTURE_ERRORS as error:
-            raise recorder.problem or as_capture_error(error, __file__, flatten_batch(inputs, targets)) from error
+            raise recorder.problem or as_capture_error(error, __file__, example.tensors) from error
         except NotFlat as error:
             raise CaptureError(
                 f"a nested compile region of the model's cannot be captured: {error}; remove torch.compiler.nested_compile_region"
@@ -301,8 +314,8 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             ) from error
 
 
-def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
+def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, example: Example) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined)
     recorder.clean()
     assert isinstance(result, tuple)
     return result
@@ -321,10 +334,12 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
     )
 
 
-def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None]) -> None:
+def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None], own: bool) -> None:
     total = result[0]
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point or nodes[0] is None:
         what = f"{total.dtype} of shape {_shape(total)}" if isinstance(total, Tensor) else type(total).__name__
+        if own:
+            raise CaptureError(f"the model's own loss is {what}. {OWN_LOSS}")
         raise CaptureError(f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, weight) of scalars")
     if len(result) == 2 and (result[1].dim() != 0 or nodes[1] is None):
         raise CaptureError(f"loss returned a weight of shape {_shape(result[1])}; (sum, weight) must be scalars")

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.replacements import replace_tagged
 from piper_ir.errors import CaptureError
 from piper_ir.tools import user_code
+from piper_ops import Constant, batch_leaves, batch_pair, is_shared
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
 """A function from rows to (inputs, targets), each with len(rows) rows."""
 
-Loss = Callable[[Any, Any], Any]
-"""A function from (output, targets) to the mean over the rows, or to (sum, weight)."""
+Loss = Callable[[Any, Any], Any] | None
+"""A function from (output, targets) to the mean over the rows, or to (sum, weight); None for the model's own loss."""
 
 ASKED_ROWS = 2
 """The rows that the user's batch function is asked for: two show a function that ignores its argument."""
@@ -30,6 +32,13 @@ ASKED_ROWS = 2
 DEVICES = (
     "Model, loss and batch are written for the CPU, and a run moves them to the devices of its ranks: leave .cuda(), "
     ".to('cuda') and device='cuda' out. A tensor that forward makes takes the device of another one: device=x.device"
+)
+
+
+OWN_LOSS = (
+    "Without Job(loss=...) the model's output is the loss: a floating-point scalar, a tuple that begins with one, or an output "
+    "with `loss`. Models of transformers compute it when they get labels: let batch return them among the inputs. Or give "
+    "a function of (output, targets), such as `lambda out, _: out.loss`"
 )
 
 
@@ -140,53 +149,141 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch by name, as in "inputs" (one tensor), "inputs.0", "inputs.mask", "targets.0.x".
 
-    Raises CaptureError for a leaf that is neither a tensor nor None.
+    Raises CaptureError for a leaf that is no tensor, number, bool, text or None.
     """
     found: dict[str, Tensor] = {}
-    for root, nest in (("inputs", inputs), ("targets", targets)):
-        for path, leaf in _torch.pytree.tree_flatten_with_path(nest)[0]:
-            name = ".".join([root, *(_key(part) for part in path)])
-            if isinstance(leaf, Tensor):
-                found[name] = leaf
-            elif leaf is not None:
-                raise CaptureError(f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors (and None) only")
+    for name, leaf in batch_leaves(inputs, targets):
+        if isinstance(leaf, Tensor):
+            found[name] = leaf
+        elif not isinstance(leaf, Constant):
+            raise CaptureError(
+                f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, bools, texts and None, which are "
+                "constants of the model (torch.from_numpy makes tensors of arrays)"
+            )
     return found
 
 
-def _key(part: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(part, attribute):
-            return str(getattr(part, attribute))
-    return str(part)
+@dataclass(frozen=True)
+class Example:
+    """Hold an example of a batch, with undefined content.
+
+    Attributes:
+        fixed: names of the tensors without rows.
+        joined: names of the tensors whose first dimension is rows times something; here these are two dimensions.
+    """
+
+    inputs: Any
+    targets: Any
+    fixed: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return flatten_batch(self.inputs, self.targets)
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """Return the tensors that have rows, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.fixed}
+
+    @property
+    def constants(self) -> tuple[tuple[str, str], ...]:
+        """Return the constants by name, as texts."""
+        leaves = batch_leaves(self.inputs, self.targets)
+        return tuple((name, repr(leaf)) for name, leaf in leaves if isinstance(leaf, Constant))
+
+    def map(self, function: Callable[[str, Any], Any]) -> Example:
+        """Return the example with other tensors, each made of its name and the one that is here."""
+        named = {id(tensor): name for name, tensor in self.tensors.items()}
+        inputs, targets = _torch.pytree.tree_map(
+            lambda leaf: function(named[id(leaf)], leaf) if id(leaf) in named else leaf, (self.inputs, self.targets)
+        )
+        return replace(self, inputs=inputs, targets=targets)
 
 
-def check_batch(batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_ROWS) -> tuple[Any, Any]:
-    """Return example (inputs, targets) with `rows` rows and undefined content.
+def check_batch(batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_ROWS, shared: tuple[str, ...] = ()) -> Example:
+    """Return an example batch with `rows` rows.
 
-    They are made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError
-    where the function does not return a pair of nests of tensors whose first dimension is the rows.
+    It is made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError where
+    the function does not return a pair of nests, or a mapping, whose tensors have the rows as their first dimension, or
+    are declared to have none.
     """
     asked = range(min(ASKED_ROWS, most))
+    found = _called(batch, asked)
+    fixed = {name for name, tensor in found.tensors.items() if is_shared(tensor, name, shared)}
+    _check_patterns(shared, found.tensors)
+    joined: dict[str, int] = {}
+    for name, tensor in found.tensors.items():
+        if name in fixed or (tensor.dim() and tensor.shape[0] == len(asked)):
+            continue
+        parts = _parts_of_rows(batch, asked, name, tensor)
+        if not parts:
+            raise CaptureError(_without_rows(name, tensor, len(asked)))
+        joined[name] = parts
+
+    def example(name: str, leaf: Tensor) -> Tensor:
+        shape = (
+            leaf.shape if name in fixed else (rows, joined[name], *leaf.shape[1:]) if name in joined else (rows, *leaf.shape[1:])
+        )
+        return torch.zeros(shape, dtype=casts.of_batch(leaf))
+
+    return replace(found.map(example), fixed=frozenset(fixed), joined=frozenset(joined))
+
+
+def _called(batch: BatchMaker, asked: range) -> Example:
     with user_code(f"batch(rows={asked})", CaptureError):
         result = batch(asked)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise CaptureError(f"batch returned {type(result).__name__}; it must return a pair (inputs, targets)")
-    if not isinstance(result[0], Tensor | tuple | Mapping):
+    pair = batch_pair(result)
+    if pair is None:
         raise CaptureError(
-            f"batch returned inputs of type {type(result[0]).__name__}; "
+            f"batch returned {type(result).__name__}; it must return a pair (inputs, targets), or a dict of inputs alone, labels "
+            "among them, where the model computes its loss itself"
+        )
+    if not isinstance(pair[0], Tensor | tuple | Mapping):
+        raise CaptureError(
+            f"batch returned inputs of type {type(pair[0]).__name__}; "
             "inputs: a Tensor, tuple (positional) or dict (keyword) is accepted (torch.from_numpy makes tensors of arrays)"
         )
-    for name, tensor in flatten_batch(*result).items():
-        if tensor.dim() == 0 or tensor.shape[0] != len(asked):
-            raise CaptureError(
-                f"batch: {name} has shape {tuple(tensor.shape)} for {len(asked)} rows; the first dimension must be the rows: "
-                "batch(step, rows) returns these rows of the global batch, such as x[rows.start : rows.stop], and not all of it"
-            )
+    return Example(*pair)
 
-    def example(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.zeros((rows, *leaf.shape[1:]), dtype=casts.of_batch(leaf))
 
-    inputs, targets = _torch.pytree.tree_map(example, result)
-    return inputs, targets
+def _check_patterns(shared: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
+    for pattern in shared:
+        if not any(is_shared(torch.empty(0), name, (pattern,)) for name in tensors):
+            raise CaptureError(f"Job(shared={pattern!r}): no tensor of the batch has this name; it has {', '.join(tensors)}")
+
+
+def _parts_of_rows(batch: BatchMaker, asked: range, name: str, tensor: Tensor) -> int:
+    """Return how many entries of dimension 0 a row has; 0 where it is not one number."""
+    parts, rest = divmod(tensor.shape[0], len(asked)) if tensor.dim() else (0, 0)
+    if not parts or rest or len(asked) < ASKED_ROWS:
+        return 0
+    one = _called(batch, range(1)).tensors.get(name)
+    return parts if one is not None and one.shape == (parts, *tensor.shape[1:]) else 0
+
+
+def _without_rows(name: str, tensor: Tensor, asked: int) -> str:
+    return (
+        f"batch: {name} has shape {tuple(tensor.shape)} for {asked} rows; the first dimension must be the rows, or as many "
+        "entries for each row: batch(step, rows) returns these rows of the global batch, such as x[rows.start : rows.stop], and "
+        "not all of it. A tensor without rows (positions, offsets of fields) is declared: piper.shared(tensor), or "
+        f"Job(shared={name!r}). Bags of different lengths (nn.EmbeddingBag) are padded to one: [rows, length], with padding_idx"
+    )
+
+
+def own_loss(output: Any) -> Any:
+    """Return the loss that a model computes itself: its output, the first of several, or the one that is called `loss`."""
+    if isinstance(output, tuple | list):
+        return output[0]
+    if isinstance(output, dict) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", output)
+
+
+def join_rows(nest: Any, name: str, joined: frozenset[str]) -> Any:
+    """Return a nest in which the tensors with these names have their first two dimensions as one."""
+    if isinstance(nest, dict):
+        return {key: join_rows(item, f"{name}.{key}", joined) for key, item in nest.items()}
+    if type(nest) is tuple or type(nest) is list:
+        return type(nest)([join_rows(item, f"{name}.{k}", joined) for k, item in enumerate(nest)])
+    return nest.flatten(0, 1) if name in joined else nest

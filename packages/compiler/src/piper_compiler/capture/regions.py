@@ -33,9 +33,10 @@ from torch import fx
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.replay import ReplayFacts
 from piper_compiler.capture.sinking import Sinking
-from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, layer_indexes, module_coords
+from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, module_coords, rest_coords
 from piper_ir.errors import CaptureError
 from piper_ir.layout import EXPERTS
 
@@ -125,18 +126,20 @@ def _writes_silently(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, _torch.OpOverload)
 
 
-def own_coords(forward: Forward, nodes: Iterable[fx.Node], *, experts: bool) -> dict[fx.Node, Coords]:
-    """Return each operation's coordinates from regions, tagged modules and ModuleLists; inner ones come first.
+def own_coords(forward: Forward, nodes: Iterable[fx.Node], layers: Layers, *, experts: bool) -> dict[fx.Node, Coords]:
+    """Return each operation's coordinates from regions, tagged modules and layers; inner ones come first.
 
     Without `experts` they lack that coordinate, as if nobody had given it.
     """
-    layers = layer_indexes(forward.model)
     found: dict[fx.Node, Coords] = {}
     for node in nodes:
         stack = [forward.modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {}]
         tagged: Coords = {}
-        for module in stack:
-            tagged |= module_coords(module) if module is not None else {}
+        rest: Coords = {}
+        for module in filter(None, stack):
+            own = module_coords(module)
+            rest |= rest_coords(module)
+            tagged |= {name: value for name, value in own.items() if name not in rest_coords(module)}
         custom = node.meta.get("custom") or {}
         written = {k.removeprefix(PREFIX): v for k, v in custom.items() if k.startswith(PREFIX)}
         for name, value in written.items():
@@ -145,8 +148,8 @@ def own_coords(forward: Forward, nodes: Iterable[fx.Node], *, experts: bool) -> 
                 raise CaptureError(
                     f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; give the coordinate once"
                 )
-        coords = tagged | written
-        layer = next((layers[id(m)] for m in stack if id(m) in layers), None)
+        coords = rest | tagged | written
+        layer = layers.of(node, stack)
         if layer is not None:
             coords.setdefault(LAYER, layer)
         if not experts:

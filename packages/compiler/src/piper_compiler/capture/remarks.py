@@ -1,4 +1,4 @@
-"""Name the lines of the model's code for chunks that make devices wait for each other in a circle.
+"""Name the lines of the model's code for chunks that make devices wait for each other in a circle, or lack a stage.
 
 A program has no lines. The remarks are made at capture and shown beside the compiler's message.
 """
@@ -11,8 +11,20 @@ from piper_compiler.capture.tags import LAYER
 
 
 def remarks(cut: Cut) -> dict[str, str]:
-    """Return remarks by chunk: that it is a further visit of a block, or updates a buffer that others update too."""
-    return _updates(cut) | _visits(cut)
+    """Return remarks by chunk.
+
+    It is a further visit of a block, or updates a buffer that others update too, or has no stage where others have one.
+    """
+    return _without_stage(cut) | _updates(cut) | _visits(cut)
+
+
+def _without_stage(cut: Cut) -> dict[str, str]:
+    coords = [p.region.coords for p in cut.pieces]
+    if all("stage" in c for c in coords) or not any("stage" in c for c in coords):
+        return {}
+    return {
+        p.region.id: f"{p.region.id} begins at {line_of(p.region.nodes[0])}" for p in cut.pieces if "stage" not in p.region.coords
+    }
 
 
 def _visits(cut: Cut) -> dict[str, str]:

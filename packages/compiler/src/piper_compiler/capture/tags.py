@@ -5,6 +5,7 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
     with piper.region(stage=0):                     # in forward; also a decorator: @piper.region(stage=0)
         x = self.embed(tokens)
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
+    piper.tag(model, {"layers.4-7": dict(stage=1), "...": dict(stage=0)})        # "...": all the rest
 
 `replace="name"` in a tag puts a registered function in the place of a module's forward (see `replacements.py`).
 `opaque=True` says that autograd runs this part as it is (see `opaque.py`). Selectors see it as the coordinate opaque=1.
@@ -29,6 +30,9 @@ from torch.fx.traceback import annotate
 
 from piper_compiler.capture import replacements
 from piper_ir.errors import CaptureError, SelectorError
+
+REST = "..."
+"""The pattern of `tag` for all that no other pattern gives a value."""
 
 PREFIX = "piper."
 """The start of the key of a region's coordinate in a node's meta["custom"].
@@ -70,16 +74,22 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn
     A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is
     an inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it, and
     `opaque=True` works as for `region`. With `replace="name"` a function that is registered under this name takes the
-    place of the module's forward in captures. Raises SelectorError for a pattern without match, for two patterns that
-    give one module different values, and for a replacement that does not exist or does not fit the module.
+    place of the module's forward in captures. The pattern "..." is all the rest: every operation of the model to which
+    no other pattern and no region gives that coordinate, also those of the model's own forward.
+
+    Raises SelectorError for a pattern without match, for two patterns that give one module different values, and for a
+    replacement that does not exist or does not fit the module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern, given in patterns.items():
         coords: Any = {key: value for key, value in given.items() if key != replacements.REPLACE}
         _check_coords(pattern, coords)
-        matched = [name for name in modules if _matches(pattern, name)]
+        if pattern == REST:
+            _stamp("the model itself", model, pattern, coords)
+            continue
+        matched = [name for name in modules if matches(pattern, name)]
         if not matched:
-            raise SelectorError(f"tag: no module matches {pattern!r}; the model has {_examples(list(modules))}")
+            raise SelectorError(f"tag: no module matches {pattern!r}; the model has {examples(list(modules))}")
         for name in matched:
             _stamp(name, modules[name], pattern, coords)
             if replacements.REPLACE in given:
@@ -137,13 +147,15 @@ def _compile(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
     return re.compile(r"(?s:" + r"\.".join(parts) + r")\Z"), tuple(ranges)
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern of `tag` matches a dotted name."""
     expression, ranges = _compile(pattern)
     match = expression.match(name)
     return match is not None and all(int(found) in allowed for found, allowed in zip(match.groups(), ranges, strict=True))
 
 
-def _examples(names: list[str]) -> str:
+def examples(names: list[str]) -> str:
+    """Return some names of modules for a message."""
     shown = ", ".join(names[:8])
     return f"{shown}, ... ({len(names)} modules)" if len(names) > 8 else shown or "no submodules"
 
@@ -185,3 +197,8 @@ def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 def module_coords(module: nn.Module) -> dict[str, int]:
     """Return the coordinates given to a module by `tag`."""
     return {name: value for name, (value, _) in module.__dict__.get(ATTRIBUTE, {}).items()}
+
+
+def rest_coords(module: nn.Module) -> dict[str, int]:
+    """Return those of a module's coordinates that hold for all the rest, so that others count before them."""
+    return {name: value for name, (value, pattern) in module.__dict__.get(ATTRIBUTE, {}).items() if pattern == REST}

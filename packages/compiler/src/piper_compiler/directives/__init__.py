@@ -9,7 +9,7 @@ from piper_compiler.directives.base import REGISTRY, Directive, call_site, descr
 from piper_compiler.directives.decided import Decided, Ordered, decided, simplest
 from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
-from piper_compiler.directives.partition import Boundaries, chunk_layers, layers_of, stage_of_layers
+from piper_compiler.directives.partition import Boundaries, asked_layers, chunk_layers, layers_of, stage_of_layers
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
 from piper_compiler.directives.recompute import Recompute as recompute
@@ -28,6 +28,7 @@ __all__ = [
     "Decided",
     "Directive",
     "Ordered",
+    "asked_layers",
     "call_site",
     "chunk_layers",
     "decided",

@@ -112,11 +112,11 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
-def fail(item: Directive, condition: int, message: str) -> DirectiveError:
-    """Return the error for a numbered legality condition of a directive."""
+def fail(item: Directive, condition: int, message: str, chunks: tuple[str, ...] = ()) -> DirectiveError:
+    """Return the error for a numbered legality condition of a directive; `chunks` are those that it is about."""
     site = getattr(item, "site", "")
     where = f" at {site}" if site else ""
-    return DirectiveError(f"{describe(item)}{where}: {message} [{written(type(item))} condition {condition}]")
+    return DirectiveError(f"{describe(item)}{where}: {message} [{written(type(item))} condition {condition}]", chunks)
 
 
 def written(kind: type) -> str:

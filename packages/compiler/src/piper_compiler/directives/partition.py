@@ -4,29 +4,36 @@
     after   layer0.F stage=0  layer1.F stage=0  layer2.F stage=1  layer3.F stage=1        partition(stages=2)
 
 Legality
- 1. stages is at least 1, and there are at least as many layers as stages.
+ 1. stages is at least 1, and there are at least as many units as stages.
  2. `at` is "even", "cost", or ascending first layers of the stages 1.. , one less than stages, within the layers.
- 3. The model has layers (an nn.ModuleList or regions with layer=), unless every node has a stage already.
+ 3. The model has layers, unless every node has a stage already.
  4. Stages that are already there agree: all nodes have one, they are 0..stages-1, and no other boundaries are asked
     for.
  5. Nothing is placed yet.
+ 6. `units` is one of UNITS, and what it names is there.
+ 7. `layers` are patterns of names of modules; the program is captured for them, and no other partition has others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from piper_compiler.directives.base import directive, fail, site_field
+from piper_compiler.directives.base import Directive, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.durations import chunk_seconds
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph
 from piper_ir.program import Program
+from piper_ir.select import LONGEST_CHAIN, Where
 
 Boundaries = Literal["even", "cost"] | tuple[int, ...]
 """The first layers of the stages: by number of layers, by cost, or those of the stages 1, 2, ... themselves."""
+
+UNITS = {"layers": (False, False), "embedding": (True, False), "head": (False, True), "all": (True, True)}
+"""The names of sets of units: whether what stands before the first layer is one, and what stands after the last."""
 
 
 @directive
@@ -34,19 +41,39 @@ Boundaries = Literal["even", "cost"] | tuple[int, ...]
 class Partition:
     """Give every chunk the coordinate stage (0..stages-1).
 
-    What runs before the first layer joins the first, what runs after a layer joins that layer.
+    What runs before the first layer joins the first, what runs after a layer joins that layer, unless `units` makes
+    units of them.
 
     Attributes:
         at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
             time; a tuple gives the first layers of the stages 1, 2, ...
+        units: what may be a stage of its own: "layers"; "embedding": what stands before the first layer, too; "head":
+            what stands after the last layer (head and loss), too; "all": both. With them `at` counts units, from 0.
+        layers: patterns of the names of the modules that are the layers; those that are found where none is given.
         site: where the user wrote it.
     """
 
     stages: int
     at: Boundaries = "even"
+    units: str = "layers"
+    layers: str | tuple[str, ...] = ()
     site: str = site_field()
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Return the patterns of the names of layers."""
+        return (self.layers,) if isinstance(self.layers, str) else self.layers
+
+    def check_form(self) -> None:
+        """Raise DirectiveError for an argument that is wrong for any program."""
+        if not isinstance(self.units, str) or self.units not in UNITS:
+            raise fail(self, 6, f"units={self.units!r}; one of {', '.join(map(repr, UNITS))} is accepted")
+        if not isinstance(self.patterns, tuple) or not all(isinstance(p, str) and p for p in self.patterns):
+            text = 'the pattern of a name of modules, or a tuple of patterns, is accepted, such as "blocks.*"'
+            raise fail(self, 7, f"layers={self.layers!r}; {text}")
+
     def check(self, graph: Graph) -> None:
+        self.check_form()
         if self.stages < 1:
             raise fail(self, 1, "at least one stage is needed")
         if graph.roles:
@@ -55,31 +82,66 @@ class Partition:
         if present is not None:
             self._check_present(graph, present)
             return
-        layers = layers_of(graph.program)
-        if not layers:
-            way_out = "tag stages with `with piper.region(stage=...)` or piper.tag(model, ...)"
-            raise fail(self, 3, f"the model has no layers (no nn.ModuleList); {way_out}")
-        if len(layers) < self.stages:
-            raise fail(self, 1, f"the model has {len(layers)} layers; use at most {len(layers)} stages")
+        self._check_layers(graph.program)
+        found = units_of(graph.program, self.units)
+        if len(found) < self.stages:
+            raise fail(self, 1, self._too_few(graph.program, found))
         if isinstance(self.at, tuple):
-            self._check_boundaries(self.at, layers)
+            self._check_boundaries(self.at, found)
         elif self.at not in ("even", "cost"):
             raise fail(self, 2, f'at={self.at!r}; "even", "cost" or a tuple of first layers is accepted')
 
+    def _check_layers(self, program: Program) -> None:
+        if self.patterns and program.layers != self.patterns:
+            text = f"this program has others ({program.layers or 'the usual ones'})"
+            raise fail(self, 7, f"layers are chosen when a model is captured, and {text}; compile a job, with one partition")
+        if not layers_of(program):
+            way_out = (
+                "name modules that run one after another with partition(layers=...), or tag stages with "
+                "`with piper.region(stage=...)` or piper.tag(model, ...)"
+            )
+            text = "no nn.ModuleList, and no chain of like modules in nn.Sequential, nn.ModuleDict or numbered attributes"
+            raise fail(self, 3, f"the model has no layers ({text}); {way_out}")
+        ends = _ends(program)
+        for wanted, there, what in zip(UNITS[self.units], ends, ("before the first", "after the last"), strict=True):
+            if wanted and not there:
+                raise fail(self, 6, f"nothing stands {what} layer, so units={self.units!r} has no unit for it; leave it out")
+
+    def _too_few(self, program: Program, found: list[Unit]) -> str:
+        layers = len(layers_of(program))
+        have = f"the model has {layers} layers"
+        if self.units != "layers":
+            have += f", and {len(found)} units with units={self.units!r}"
+        more = layers + sum(_ends(program))
+        hint = f', or units="all", which has {more}' if more >= self.stages and self.units != "all" else ""
+        return f"{have}; use at most {len(found)} stages{hint}"
+
     def _check_present(self, graph: Graph, present: list[int | str]) -> None:
-        without = [n.name(n.each[0]) for n in graph.sequence if "stage" not in n.coords]
+        chunks = {str(n.coords["chunk"]): n.coords.get("stage") for n in graph.sequence}
+        without = [chunk for chunk, stage in chunks.items() if stage is None]
         if without:
-            raise fail(self, 4, f"some regions have a stage already but {without[0]} has none; tag all regions or none")
+            having = [f"{chunk} (stage {stage})" for chunk, stage in chunks.items() if stage is not None]
+            others = f", nor have {_some(without[1:])}" if without[1:] else ""
+            raise fail(
+                self,
+                4,
+                f"some regions have a stage already, {_some(having)}, but {without[0]}.F has none{others}; give these one, too: "
+                'piper.tag(model, {"...": dict(stage=0)}) means all the rest, and what runs in no module of the model takes '
+                "the stage of what it reads",
+                tuple(without),
+            )
         if present != list(range(self.stages)):
             raise fail(self, 4, f"the model is tagged with stages {present}; use partition(stages={len(present)})")
         if self.at != "even":
             raise fail(self, 4, f"the model is tagged with stages, so at={self.at!r} would have no effect; leave it out")
 
-    def _check_boundaries(self, at: tuple[int, ...], layers: list[int]) -> None:
+    def _check_boundaries(self, at: tuple[int, ...], units: list[Unit]) -> None:
         if len(at) != self.stages - 1:
             raise fail(self, 2, f"{self.stages} stages need {self.stages - 1} boundaries, found {len(at)}")
-        if list(at) != sorted(set(at)) or not set(at) <= set(layers[1:]):
-            raise fail(self, 2, f"boundaries must ascend and be among the layers {layers[1]}..{layers[-1]}")
+        names = _names(units, self.units)
+        if list(at) != sorted(set(at)) or not set(at) <= set(names[1:]):
+            what = "layers" if self.units == "layers" else "units"
+            raise fail(self, 2, f"boundaries must ascend and be among the {what} {names[1]}..{names[-1]}")
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
@@ -88,21 +150,67 @@ class Partition:
     def apply(self, graph: Graph) -> Graph:
         if "stage" in graph.coordinates():
             return graph
-        stage_of = stage_of_layers(graph.program, self.stages, self.at, graph.costs)
+        stage_of = self._stages(graph)
         edit = graph.edit()
-        home = chunk_layers(graph.program)
+        home = chunk_layers(graph.program, self.units)
         for node in graph.sequence:
-            layer = home[str(node.coords["chunk"])]
-            edit.update(replace(node, coords={**node.coords, "stage": stage_of[layer]}))
+            unit = home[str(node.coords["chunk"])]
+            edit.update(replace(node, coords={**node.coords, "stage": stage_of[unit]}))
         return edit.done()
+
+    def _stages(self, graph: Graph) -> dict[Unit, int]:
+        return stage_of_layers(graph.program, self.stages, self.at, graph.costs, self.units)
 
     def with_fixed_stages(self, graph: Graph) -> Partition:
         """Return the same stages without at="cost", which would cut elsewhere with other costs."""
         if self.at != "cost":
             return self
-        stage_of = stage_of_layers(graph.program, self.stages, self.at, graph.costs)
-        firsts = {stage: layer for layer, stage in reversed(stage_of.items())}
+        stage_of = self._stages(graph)
+        names = dict(zip(stage_of, _names(list(stage_of), self.units), strict=True))
+        firsts = {stage: names[unit] for unit, stage in reversed(stage_of.items())}
         return replace(self, at=tuple(firsts[s] for s in range(1, self.stages)))
+
+
+Unit = int | str
+"""A layer by its number, or BEFORE or AFTER all layers."""
+BEFORE, AFTER = "before", "after"
+
+
+def _some(texts: list[str]) -> str:
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def _names(units: list[Unit], which: str) -> list[int]:
+    """Return the numbers by which `at` names units: those of layers, or from 0 where there are other units."""
+    return [u for u in units if isinstance(u, int)] if which == "layers" else list(range(len(units)))
+
+
+def asked_layers(directives: Iterable[Directive], program: Program) -> tuple[str, ...]:
+    """Return which layers a strategy asks for, of a program with the usual ones: none for those.
+
+    It asks for names, or for the longest chain of like modules where it needs layers and the program has too few of
+    them, or such that do not feed one another.
+    """
+    items = tuple(directives)
+    each = [d for d in items if isinstance(d, Partition)]
+    for one in each:
+        one.check_form()
+    named = {d.patterns: d for d in each if d.patterns}
+    if len(named) > 1:
+        first, second, *_ = named.values()
+        raise fail(second, 7, f"{describe(first)} names others; one strategy has one set of layers")
+    if named:
+        return next(iter(named))
+    wanted = max([d.stages - sum(UNITS[d.units]) for d in each] + [any(map(_selects_layers, items)), bool(each)])
+    if program.source != "captured" or program.layers or (program.chained and len(layers_of(program)) >= wanted):
+        return ()
+    return () if any("stage" in chunk.coords for chunk in program.chunks) else LONGEST_CHAIN
+
+
+def _selects_layers(item: Directive) -> bool:
+    """Return whether a directive selects by layers."""
+    selection = getattr(item, "selection", None)
+    return isinstance(selection, Where) and "layer" in dict(selection.terms)
 
 
 def layers_of(program: Program) -> list[int]:
@@ -110,32 +218,52 @@ def layers_of(program: Program) -> list[int]:
     return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))
 
 
-def chunk_layers(program: Program) -> dict[str, int]:
-    """Return for each chunk the layer whose stage it shares: its own, else the latest chunk's, else the first."""
-    latest = layers_of(program)[0]
-    out = {}
-    for chunk in program.chunks:
-        latest = chunk.coords.get("layer", latest)
+def _ends(program: Program) -> tuple[bool, bool]:
+    """Return whether something stands before the first layer, and after the last."""
+    with_layer = ["layer" in c.coords for c in program.chunks]
+    return not with_layer[0], not with_layer[-1]
+
+
+def units_of(program: Program, which: str = "layers") -> list[Unit]:
+    """Return the units of a program in order."""
+    before, after = UNITS[which]
+    return [*[BEFORE] * before, *layers_of(program), *[AFTER] * after]
+
+
+def chunk_layers(program: Program, which: str = "layers") -> dict[str, Unit]:
+    """Return for each chunk the unit whose stage it shares.
+
+    That is its own layer, else the latest chunk's; before all layers and after them it is the nearest layer, or the
+    unit that stands there.
+    """
+    before, after = UNITS[which]
+    latest: Unit = BEFORE if before else layers_of(program)[0]
+    last = max(k for k, chunk in enumerate(program.chunks) if "layer" in chunk.coords)
+    out: dict[str, Unit] = {}
+    for k, chunk in enumerate(program.chunks):
+        latest = AFTER if after and k > last else chunk.coords.get("layer", latest)
         out[chunk.id] = latest
     return out
 
 
-def stage_of_layers(program: Program, stages: int, at: Boundaries, costs: Costs | None = None) -> dict[int, int]:
-    """Return the stage of each layer."""
-    layers = layers_of(program)
+def stage_of_layers(
+    program: Program, stages: int, at: Boundaries, costs: Costs | None = None, which: str = "layers"
+) -> dict[Unit, int]:
+    """Return the stage of each unit."""
+    units = units_of(program, which)
     if isinstance(at, tuple):
-        firsts = [layers.index(b) for b in at]
+        firsts = [_names(units, which).index(b) for b in at]
     elif at == "even":
-        short, long = divmod(len(layers), stages)
+        short, long = divmod(len(units), stages)
         firsts = list(accumulate([short + (s < long) for s in range(stages)]))[:-1]
     else:
-        firsts = _balanced(_layer_seconds(program, layers, costs), stages)
-    return {layer: sum(i >= f for f in firsts) for i, layer in enumerate(layers)}
+        firsts = _balanced(_unit_seconds(program, units, costs, which), stages)
+    return {unit: sum(i >= f for f in firsts) for i, unit in enumerate(units)}
 
 
-def _layer_seconds(program: Program, layers: list[int], costs: Costs | None) -> list[float]:
-    home = chunk_layers(program)
-    total = dict.fromkeys(layers, 0.0)
+def _unit_seconds(program: Program, units: list[Unit], costs: Costs | None, which: str) -> list[float]:
+    home = chunk_layers(program, which)
+    total = dict.fromkeys(units, 0.0)
     for chunk in program.bound(1):
         total[home[chunk.id]] += sum(chunk_seconds(chunk, step, costs) for step in chunk.steps)
     return list(total.values())

@@ -125,15 +125,16 @@ def bound_rows(global_batch: int | None, name: str) -> int:
 
 
 def pair_of(collated: Any, name: str) -> tuple[Any, Any]:
-    """Return a collated batch as (inputs, targets); raise JobError for what is no pair.
+    """Return a collated batch as (inputs, targets), a mapping as inputs alone; raise JobError for what is neither.
 
     torch's default_collate makes lists of tuples; inputs that were a tuple become one again.
     """
+    if isinstance(collated, Mapping):
+        return collated, None
     if not isinstance(collated, Sequence) or isinstance(collated, str) or len(collated) != 2:
-        what = f"a dict of {', '.join(map(str, collated))}" if isinstance(collated, dict) else f"a {type(collated).__name__}"
         raise JobError(
-            f"{name}: a batch of samples was collated to {what}; a pair (inputs, targets) is needed. Let the dataset return "
-            "pairs, or give collate=, a function of a list of samples that returns a pair"
+            f"{name}: a batch of samples was collated to a {type(collated).__name__}; a pair (inputs, targets) is needed, or a "
+            "dict of inputs. Let the dataset return pairs, or give collate=, a function of a list of samples that returns a pair"
         )
     inputs, targets = collated
     return tuple(inputs) if isinstance(inputs, list) else inputs, targets

@@ -320,4 +320,4 @@ def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
 
 
 def _make_batch(batch: Batch, step: int, plan: Plan) -> None:
-    flatten_batch(*batch(step, microbatch_rows(plan, 0, 0)))
+    flatten_batch(batch(step, microbatch_rows(plan, 0, 0)))

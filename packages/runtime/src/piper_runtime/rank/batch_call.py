@@ -30,12 +30,14 @@ class BatchCall:
         rows: the rows of each microbatch, in the order in which the rank loads them first.
         names: the tensors of each microbatch that the rank loads.
         looks: shape and dtype of each tensor.
+        constants: what else the function returns, the same in every call.
     """
 
     batch: Batch
     rows: dict[int, range]
     names: dict[int, tuple[str, ...]]
     looks: dict[str, TensorLook]
+    constants: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, step: int, mb: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a microbatch that the rank loads, as the user's function made them.
@@ -46,22 +48,35 @@ class BatchCall:
         call = f"Job.batch(step={step}, rows={rows})"
         with torch.enable_grad():
             result = self.batch(step, rows)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise JobError(f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed")
-        found = flatten_batch(*result)
-        for name in self.names[mb]:
-            self._check(call, name, found)
-        return {name: found[name] for name in self.names[mb]}
+        if not isinstance(result, tuple | Mapping) or (isinstance(result, tuple) and len(result) != 2):
+            raise JobError(f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a dict of inputs")
+        found, constants = flatten_batch(result)
+        if constants != dict(self.constants):
+            self._refuse_constants(call, constants)
+        return {name: self._fitted(call, name, found) for name in self.names[mb]}
 
-    def _check(self, call: str, name: str, found: Mapping[str, torch.Tensor]) -> None:
+    def _refuse_constants(self, call: str, constants: Mapping[str, str]) -> None:
+        planned = dict(self.constants)
+        name = next(n for n in {**planned, **constants} if planned.get(n) != constants.get(n))
+        now, before = constants.get(name, "nothing"), planned.get(name, "nothing")
+        raise JobError(
+            f"{call} returned {name}={now}; the plan was made for {before}. What is no tensor is a constant of the captured "
+            "model, the same in every call; return a tensor where it changes"
+        )
+
+    def _fitted(self, call: str, name: str, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor in the planned shape; its first two dimensions may be one in the user's."""
         look = self.looks[name]
         if name not in found:
             raise JobError(f"{call} returned no tensor {name}, which the plan reads; it returned {', '.join(found)}")
         tensor = found[name]
+        if len(look.shape) > 1 and tuple(tensor.shape) == (look.shape[0] * look.shape[1], *look.shape[2:]):
+            tensor = tensor.view(look.shape)
         if tuple(tensor.shape) != look.shape:
             raise JobError(f"{call} returned {name} of shape {tuple(tensor.shape)}; the plan was made for {look.shape}")
         if tensor.dtype != look.dtype and not (tensor.is_floating_point() and look.dtype.is_floating_point):
             raise JobError(f"{call} returned {name} of {tensor.dtype}; the plan was made for {look.dtype}")
+        return tensor
 
 
 def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
@@ -74,4 +89,4 @@ def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
     specs = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
     looks = {n: TensorLook(tuple(bind(d, 0) for d in s.shape), getattr(torch, s.dtype)) for n, s in specs.items()}
     rows = {mb: microbatch_rows(plan, replica, mb) for mb in names}
-    return BatchCall(batch, rows, {mb: tuple(found) for mb, found in names.items()}, looks)
+    return BatchCall(batch, rows, {mb: tuple(found) for mb, found in names.items()}, looks, plan.constants)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
 from piper_ir.tools import user_code
+from piper_ops import Constant, batch_leaves, batch_pair
 from piper_runtime.data import bind_batch
 from piper_runtime.rank.job_advice import callable_problem, precision_problem
 from piper_runtime.rank.precision import DTYPES, Precision
@@ -37,6 +37,8 @@ from piper_runtime.weights import (
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
+_MISSING: Any = object()
+"""The value of a field that must be given, behind one that need not."""
 
 
 @checked_fields(JobError)
@@ -47,9 +49,11 @@ class Job:
     Attributes:
         model: () -> nn.Module.
         batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
-            tuple (positional) or a dict (keyword), targets any nest of tensors. `from_dataset` and `from_stream` make
-            one, which is bound to `global_batch` here.
-        loss: (output, targets) -> a mean over rows, or a pair (sum, weight).
+            tuple (positional) or a mapping (keyword), targets any nest of tensors. A mapping alone is the inputs.
+            Numbers, bools and texts in it are constants of the model. `from_dataset` and `from_stream` make one, which
+            is bound to `global_batch` here.
+        loss: (output, targets) -> a mean over rows, or a pair (sum, weight). None for the model's own loss: its output,
+            the first of several, or `output.loss`.
         optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
         global_batch: rows per step over all replicas.
@@ -58,14 +62,16 @@ class Job:
         init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
             made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
+        shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
+            of file names, of the path ("inputs.positions") or its end ("positions").
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
     model: Callable[[], nn.Module]
     batch: Batch
-    loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
-    global_batch: int
+    loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] = _MISSING
+    global_batch: int = _MISSING
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_norm: float | None = None
@@ -73,12 +79,21 @@ class Job:
     seed: int = 0
     init: str | Path = "model"
     rename: Renames = field(default_factory=dict, hash=False)
+    shared: str | tuple[str, ...] = ()
+
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Return the patterns of the names of batch tensors without rows."""
+        return (self.shared,) if isinstance(self.shared, str) else self.shared
 
     def __post_init__(self) -> None:
+        missing = [name for name in ("optimizer", "global_batch") if getattr(self, name) is _MISSING]
+        if missing:
+            raise JobError(f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: {missing[0]!r}")
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
             value = getattr(self, name)
             problem = callable_problem(name, value)
-            if problem is not None and not (name == "scheduler" and value is None):
+            if problem is not None and not (name in ("loss", "scheduler") and value is None):
                 raise JobError(problem)
         _check_int("global_batch", self.global_batch, 1)
         _check_int("seed", self.seed, 0)
@@ -86,6 +101,8 @@ class Job:
             _check_int("tokens_per_row", self.tokens_per_row, 1)
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
+        if not isinstance(self.shared_names, tuple) or not all(isinstance(n, str) and n for n in self.shared_names):
+            raise JobError(f"Job(shared={self.shared!r}): the name of a tensor of the batch is needed, or a tuple of names")
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
         if not isinstance(self.init, str | Path):
@@ -122,25 +139,27 @@ def call_batch(batch: Batch, step: int, rows: range) -> Any:
         return batch(step, rows)
 
 
-def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a batch by their path in it; raise JobError for a leaf that is neither a tensor nor None.
+def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the constants of what Job.batch returned, by their paths in it.
 
-    Paths are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left out.
+    Paths are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left out, and
+    constants are texts. Raises JobError for what is no pair or mapping of tensors, numbers, bools, texts and None.
     """
+    pair = batch_pair(result)
+    if pair is None:
+        raise JobError(f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a dict of inputs")
     found: dict[str, torch.Tensor] = {}
-    for root, nest in (("inputs", inputs), ("targets", targets)):
-        for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
-            name = ".".join([root, *map(_key, path)])
-            if isinstance(leaf, torch.Tensor):
-                found[name] = leaf
-            elif leaf is not None:
-                raise JobError(f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors (and None) are accepted")
-    return found
-
-
-def _key(entry: Any) -> str:
-    """Return the name of one step of a pytree path: a dict's key, a sequence's index, or a field's name."""
-    return next((str(getattr(entry, a)) for a in ("key", "idx", "name") if hasattr(entry, a)), str(entry))
+    constants: dict[str, str] = {}
+    for name, leaf in batch_leaves(*pair):
+        if isinstance(leaf, torch.Tensor):
+            found[name] = leaf
+        elif isinstance(leaf, Constant):
+            constants[name] = repr(leaf)
+        else:
+            raise JobError(
+                f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors, numbers, bools, texts and None are accepted"
+            )
+    return found, constants
 
 
 @dataclass(frozen=True)
