@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_ir.select import where as where
     from piper_ir.verify import verify as verify
     from piper_ops import op_cost as op_cost
+    from piper_ops import shared as shared
     from piper_runtime import Checkpoints as Checkpoints
     from piper_runtime import Job as Job
     from piper_runtime import Precision as Precision
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_simulator import Simulation as Simulation
     from piper_simulator import Why as Why
     from piper_simulator import Work as Work
+    from piper_simulator import Zipf as Zipf
     from piper_simulator import compare as compare
     from piper_simulator import load_cluster as load_cluster
     from piper_simulator import simulate as simulate
