@@ -4,7 +4,8 @@ With a capacity (GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961) every t
 expert takes at most `capacity` tokens of each row. Without one (MegaBlocks, arXiv 2211.15841) an expert takes every
 token that chose it: rows are sorted by expert, and one grouped product multiplies all of them. In both all shapes are
 known before anything runs, and tokens of different rows never compete, so that a batch is routed the same however it is
-cut into microbatches. All experts are on each device that has the layer until expert parallelism exists.
+cut into microbatches. The products of the experts are a region with the coordinate `experts`: a strategy with
+`piper.shard(where(experts=ANY), ...)` shares them among devices.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from piper.models.llama import Llama, LlamaConfig
 from piper.models.parts import check_sizes
+from piper_compiler.capture import region
 from piper_ir.errors import JobError
 from piper_ops import grouped_mm, route, unroute
 
@@ -126,13 +128,21 @@ class Experts(nn.Module):
     def dropless(self, x: Tensor) -> Tensor:
         """Return the result of experts that take every token: a row for each choice, sorted by expert, and back."""
         share, chosen = (t.flatten(0, 1) for t in self.routed(x))
-        took, counts = route(x.flatten(0, 1), chosen, self.config.experts)
-        hidden = F.silu(grouped_mm(took, counts, self.gate)) * grouped_mm(took, counts, self.up)
-        return unroute(grouped_mm(hidden, counts, self.down), chosen, share).view_as(x)
+        with region(experts=0):
+            took, counts = route(x.flatten(0, 1), chosen, self.config.experts)
+            hidden = F.silu(grouped_mm(took, counts, self.gate)) * grouped_mm(took, counts, self.up)
+            y = unroute(grouped_mm(hidden, counts, self.down), chosen, share)
+        return y.view_as(x)
 
     def computed(self, x: Tensor) -> Tensor:
-        """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight."""
+        """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight.
+
+        The region is what devices that share experts compute in parts; experts stand first at its ends.
+        """
         rows, experts, capacity, width = x.shape
-        x = x.transpose(0, 1).reshape(experts, rows * capacity, width)
-        y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)
-        return y.view(experts, rows, capacity, width).transpose(0, 1)
+        x = x.transpose(0, 1)
+        with region(experts=0):
+            x = x.reshape(experts, rows * capacity, width)
+            y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)
+            y = y.view(experts, rows, capacity, width)
+        return y.transpose(0, 1)

@@ -32,6 +32,7 @@ from piper_ir.graph_parts import (
     Node,
     OverlapGroup,
     Replication,
+    TokenExchange,
     TransferStreams,
     common,
     compute_id,
@@ -79,6 +80,7 @@ class Graph(Brief, NamedNodes, Selecting):
         overlaps: the groups that an order leaves open.
         roles: role -> the mesh coordinates that it fixes.
         transports: role -> its streams for point-to-point communication.
+        exchanges: axis -> how its devices exchange tokens with experts.
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
         microbatches: how many; 0 before the batch is split.
@@ -98,6 +100,7 @@ class Graph(Brief, NamedNodes, Selecting):
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transports: Mapping[str, TransferStreams] = field(default_factory=dict)
+    exchanges: Mapping[str, TokenExchange] = field(default_factory=dict)
     channels: Mapping[str, Channel] = field(default_factory=dict)
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)
@@ -165,6 +168,7 @@ class Editor:
         self.overlaps = list(graph.overlaps)
         self.roles = dict(graph.roles)
         self.transports = dict(graph.transports)
+        self.exchanges = dict(graph.exchanges)
         self.channels = dict(graph.channels)
         self.buckets = dict(graph.buckets)
         self.replication = dict(graph.replication)
@@ -369,6 +373,7 @@ class Editor:
             overlaps=tuple(self.overlaps),
             roles=self.roles,
             transports=self.transports,
+            exchanges=self.exchanges,
             channels=self.channels,
             buckets=self.buckets,
             replication=self.replication,

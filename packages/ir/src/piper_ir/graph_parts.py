@@ -184,6 +184,14 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenExchange:
+    """Say how the devices along an axis exchange tokens with experts: on which stream, and with how many SMs."""
+
+    stream: str
+    sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TransferStreams:
     """Name the streams for point-to-point messages, chosen where a node was placed; "" means a stream per channel."""
 
