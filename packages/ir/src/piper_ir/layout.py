@@ -57,6 +57,8 @@ class Sharding:
         context: whether they share the tokens of all ops (context parallelism), those that need all tokens by their
             heads.
         selection: the chunks that they share; all where it is None.
+        bound: of dropless mixtures, the places for rows of another device over the mean of these.
+        overflow: what becomes of more rows: "rounds", "error" or "drop".
     """
 
     over: str
@@ -67,6 +69,8 @@ class Sharding:
     split: tuple[int, ...] = ()
     context: bool = False
     selection: Where | None = field(default=None, repr=False)
+    bound: float = field(default=1.25, repr=False)
+    overflow: str = field(default="rounds", repr=False)
 
     @property
     def experts(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, tra
 from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
+from piper_compiler.capture.routed import Routed, RoutedLayouts, is_routed
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
@@ -44,6 +46,7 @@ class TraceSpec:
         agreed: what these devices want of its parameters because other chunks have them, too.
         params: for each input, its names in all chunks of the base.
         dispatch: what it exchanges with chunks of experts, or they with it.
+        routed: how devices trade the rows of a dropless mixture inside of it.
     """
 
     cut: Cut
@@ -58,6 +61,12 @@ class TraceSpec:
     agreed: Agreed = field(default_factory=Agreed)
     params: tuple[tuple[str, ...], ...] = ()
     dispatch: Dispatch | None = None
+    routed: Routed | None = None
+
+    @property
+    def routes(self) -> bool:
+        """Return whether it sorts tokens by expert."""
+        return is_routed(list(self.cut.body(self.piece)))
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -66,6 +75,9 @@ class TraceSpec:
 
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward on one device alone, which is the same under any policy."""
+        if self.routed is not None:
+            made = self.routed.joint(partial(self.cut.module, self.piece), self._inputs, rows, self.tangent_mask)
+            return replace(made, reduce=self.reduce)
         every = rows if self.dispatch is None else rows * self.dispatch.degree
         if every > rows:
             check_rows(self.cut.forward, every)
@@ -133,6 +145,18 @@ class CodeStore:
         made = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
         self._recipes.setdefault(made, replace(self._recipes[code], dispatch=dispatch))
         return made
+
+    def routed(self, code: str, how: Routed) -> str:
+        """Return the code id of a code inside of which devices trade rows."""
+        made = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], routed=how))
+        return made
+
+    def routed_layouts(self, code: str) -> RoutedLayouts:
+        """Return how devices have the inputs of such a code."""
+        recipe = self._recipes[code]
+        assert recipe.routed is not None
+        return recipe.routed.layouts(recipe.cut.module(recipe.piece, 1), recipe._inputs(1))
 
     def recipe(self, code: str) -> TraceSpec:
         """Return how a code is traced, without a policy of recomputation."""

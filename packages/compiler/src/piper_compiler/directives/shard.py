@@ -27,12 +27,15 @@ Legality
  6. `index` is a text, or a tuple of texts, and `attention` is "heads".
  7. `channel` and `sms` stand with stream="rows" alone: the name of a stream other than compute's, and a number from 0
     or None. `index` names one index there, and `keep` is False.
+ 8. `bound` and `overflow` stand with stream="rows" alone, for dropless mixtures: a positive number; "rounds", "error"
+    or "drop".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
@@ -46,6 +49,8 @@ from piper_ir.select import Where, where
 STREAMS = ("", "tokens", ROWS)
 TOKENS = "tokens"
 ATTENTION = ("heads",)
+BOUND = 1.25
+OVERFLOWS = ("rounds", "error", "drop")
 
 
 @directive
@@ -64,6 +69,10 @@ class Shard:
         channel: name of the stream of the exchanges with experts (default: that of the axis).
         sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for what its cluster says. Only
             simulations read it.
+        bound: of a dropless mixture, the rows that a device has places for over those that would come from each other one
+            if all experts were chosen equally often.
+        overflow: what becomes of more rows: "rounds" sends them in further rounds, which takes time and no memory;
+            "error" ends the run; "drop" leaves out the last tokens, as a capacity does.
         site: where the user wrote it.
     """
 
@@ -75,6 +84,8 @@ class Shard:
     attention: str = "heads"
     channel: str = ""
     sms: int | None = None
+    bound: float = BOUND
+    overflow: str = OVERFLOWS[0]
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
@@ -115,6 +126,7 @@ class Shard:
             raise fail(self, 7, f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted")
         if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
             raise fail(self, 7, f"sms={self.sms!r}; a number from 0, or None, is accepted")
+        self._check_bound()
         if not self.experts:
             if self.channel or self.sms is not None:
                 raise fail(self, 7, 'channel and sms are for the exchanges with experts: use stream="rows", or leave them out')
@@ -133,6 +145,14 @@ class Shard:
         for node in compute_nodes(self, graph, self.selection):
             if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
                 raise fail(self, 1, f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)")
+
+    def _check_bound(self) -> None:
+        if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 < self.bound < math.inf:
+            raise fail(self, 8, f"bound={self.bound!r}; a positive number is accepted, such as 1.25")
+        if not isinstance(self.overflow, str) or self.overflow not in OVERFLOWS:
+            raise fail(self, 8, f"overflow={self.overflow!r}; {', '.join(map(repr, OVERFLOWS))} are accepted")
+        if not self.experts and (self.bound, self.overflow) != (BOUND, OVERFLOWS[0]):
+            raise fail(self, 8, 'bound and overflow are for dropless mixtures: use stream="rows", or leave them out')
 
     @property
     def experts(self) -> bool:
@@ -154,7 +174,8 @@ class Shard:
     def sharding(self, mesh: Mesh) -> Sharding:
         """Return what it asks for on a mesh."""
         selection = self.selection if self.experts else None
-        return Sharding(self.over, mesh.size(self.over), self.names, self.stream, self.keep, (), self.context, selection)
+        made = Sharding(self.over, mesh.size(self.over), self.names, self.stream, self.keep, (), self.context, selection)
+        return replace(made, bound=float(self.bound), overflow=self.overflow)
 
     def apply(self, graph: Graph) -> Graph:
         if not self.experts or graph.mesh.size(self.over) == 1:

@@ -204,7 +204,7 @@ class InlineEngine:
 
 def _meets(rank: Rank, index: int) -> bool:
     """Return whether an instruction has a step inside of which devices meet."""
-    ops = [part.op for part in rank.role.program[index].parts] if rank.plan.shared else []
+    ops = [part.op for part in rank.role.program[index].parts] if rank.plan.shared or rank.plan.experts else []
     steps = [rank.plan.chunk(op.variant).steps[op.step] for op in ops if isinstance(op, Compute) and op.step != "B"]
     return any(step.collectives for step in steps)
 
