@@ -20,6 +20,7 @@ further rounds needs no more memory than one without.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -199,20 +200,15 @@ def _drop_kernel(chosen: Tensor, experts: int, degree: int, slot: int) -> Tensor
     return torch.where(turn <= slot, chosen, experts)
 
 
-def _checked_kernel(table: Tensor, slot: int, bound: float) -> Tensor:
-    rounds = round_count(table, slot)
-    if rounds > 1 and not table.is_meta:
+def _checked_kernel(table: Tensor, slot: int, bound: float, rows: int, mean: float) -> Tensor:
+    if not table.is_meta and round_count(table, slot) > 1:
         most = int(_totals(table).max())
+        enough = math.ceil(-(-most // rows) / mean * 100) / 100
         raise ExpertsOverflow(
             f"a device has {most} rows for the experts of another, and bound={bound:g} has places for {slot}; "
-            f"bound={_up(bound * most / slot):g} would do in this step, and overflow='rounds' in every one"
+            f"bound={enough:g} would do in this step, and overflow='rounds' in every one"
         )
     return table.clone()
-
-
-def _up(factor: float) -> float:
-    """Return a factor with two decimals, rounded up."""
-    return -(-round(factor * 1e6) // 10_000) / 100
 
 
 # --- shapes
@@ -355,10 +351,13 @@ experts_drop = define(
 )  # fmt: skip
 """An op that returns choices, with the number of experts in place of those that no round 0 has places for."""
 experts_checked = define(
-    "experts_checked", "(Tensor table, int slot, float bound) -> Tensor",
+    "experts_checked", "(Tensor table, int slot, float bound, int rows, float mean) -> Tensor",
     lambda table, *_: contiguous_empty(table, table.shape), _checked_kernel, direct=True,
 )  # fmt: skip
-"""An op that returns the table, and raises ExpertsOverflow where one round has too few places."""
+"""An op that returns the table, and raises ExpertsOverflow where one round has too few places.
+
+`mean` is how many of the tokens of each of `rows` go to each device if experts are chosen equally often.
+"""
 
 ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     experts_return: run_return,

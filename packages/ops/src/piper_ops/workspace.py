@@ -233,7 +233,9 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def room_of_rounds(rows: Tensor, back: Tensor, table: Tensor, weights: Sequence[Tensor], body: str, wanted: Sequence[bool]) -> list[int]:
+def room_of_rounds(
+    rows: Tensor, back: Tensor, table: Tensor, weights: Sequence[Tensor], body: str, wanted: Sequence[bool]
+) -> list[int]:
     """Return the most bytes that further rounds hold at once, and both gradients; tensors are on meta."""
     given = rows, table, weights, body, "", back.shape[1], 0, (0, 0, 0)
     runs = list(rounds.ROUNDS.values())
@@ -278,9 +280,8 @@ class _Live(TorchDispatchMode):
         return out
 
 
-ROUTING = (experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad)
 ROUTING = (
-    *ROUTING,
+    *(experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad),
     *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take),
     *(rounds.experts_drop, rounds.experts_checked),
 )

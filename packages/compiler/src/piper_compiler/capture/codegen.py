@@ -12,8 +12,8 @@ use:
 
 The text depends on the graph alone. Ops are bound once as globals, and the device of factory ops is the global DEVICE.
 A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, and a device's place along an
-axis is PLACE[axis]; all come from the engine that runs the step. Views are printed as reshape, because strides on the running device may differ from those
-seen at capture.
+axis is PLACE[axis]; all come from the engine that runs the step. Views are printed as reshape, because strides on the
+running device may differ from those seen at capture.
 """
 
 from __future__ import annotations

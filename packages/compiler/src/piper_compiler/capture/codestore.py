@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, tra
 from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
-from piper_compiler.capture.routed import Routed, RoutedLayouts, is_routed
+from piper_compiler.capture.routed import Routed, RoutedForms, RoutedLayouts, is_routed
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
@@ -68,6 +68,12 @@ class TraceSpec:
         """Return whether it sorts tokens by expert."""
         return is_routed(list(self.cut.body(self.piece)))
 
+    @cached_property
+    def forms(self) -> RoutedForms:
+        """Return the forms of a chunk inside of which devices trade rows."""
+        assert self.routed is not None
+        return RoutedForms(self.routed, partial(self.cut.module, self.piece), self._inputs)
+
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
         module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
@@ -76,8 +82,7 @@ class TraceSpec:
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward on one device alone, which is the same under any policy."""
         if self.routed is not None:
-            made = self.routed.joint(partial(self.cut.module, self.piece), self._inputs, rows, self.tangent_mask)
-            return replace(made, reduce=self.reduce)
+            return replace(self.forms.joint(rows, self.tangent_mask), reduce=self.reduce)
         every = rows if self.dispatch is None else rows * self.dispatch.degree
         if every > rows:
             check_rows(self.cut.forward, every)
@@ -154,9 +159,7 @@ class CodeStore:
 
     def routed_layouts(self, code: str) -> RoutedLayouts:
         """Return how devices have the inputs of such a code."""
-        recipe = self._recipes[code]
-        assert recipe.routed is not None
-        return recipe.routed.layouts(recipe.cut.module(recipe.piece, 1), recipe._inputs(1))
+        return self._recipes[code].forms.layouts
 
     def recipe(self, code: str) -> TraceSpec:
         """Return how a code is traced, without a policy of recomputation."""

@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -62,25 +63,6 @@ class Routed:
     bound: float
     overflow: str
 
-    def joint(self, module: Callable[[int], fx.GraphModule], inputs: Inputs, rows: int, mask: Sequence[bool]) -> Joint:
-        """Return the graph of forward and backward of a device; `module` is the forward of one device at so many rows."""
-        sizes = _Sizes(self, module, inputs)
-        made, body = _Rewriting(self, module(rows), inputs(rows), rows), sizes.body(rows)
-        rewritten = made.module(body, sizes.room(rows) if self.overflow == "rounds" else [])
-        own = [replace(i, example=made.own(i.example)) if k in made.stacks else i for k, i in enumerate(inputs(rows))]
-        joint = trace_joint(rewritten, own, mask)
-        for node in joint.graph.nodes:
-            at = PLACED.get(node.target) if node.op == "call_function" else None
-            if at is not None:
-                node.args = (*node.args[:at], Coordinate(self.axis), *node.args[at + 1 :])
-        return joint
-
-    def layouts(self, module: fx.GraphModule, inputs: list[JointInput]) -> RoutedLayouts:
-        """Return how devices have the parameters."""
-        made = _Rewriting(self, module, inputs, FEW)
-        trained = {k for k, i in enumerate(inputs) if i.needs_grad}
-        return RoutedLayouts(self.axis, made.stacks, frozenset(trained))
-
 
 @dataclass(frozen=True)
 class RoutedLayouts:
@@ -101,6 +83,45 @@ class RoutedLayouts:
 
     def summed(self, number: int) -> tuple[str, ...]:
         return ()
+
+
+class RoutedForms:
+    """Make the graphs of a device at any number of rows; `module` is the forward of one device alone."""
+
+    def __init__(self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: Inputs) -> None:
+        self._how, self._module, self._inputs = how, module, inputs
+        self._lines: list[tuple[int, int]] = []
+
+    def _at(self, rows: int) -> _Rewriting:
+        return _Rewriting(self._how, self._module(rows), self._inputs(rows), rows)
+
+    @cached_property
+    def layouts(self) -> RoutedLayouts:
+        """Return how devices have the parameters."""
+        trained = {k for k, i in enumerate(self._inputs(FEW)) if i.needs_grad}
+        return RoutedLayouts(self._how.axis, self._at(FEW).stacks, frozenset(trained))
+
+    def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
+        """Return the graph of forward and backward of a device."""
+        made, further = self._at(rows), self._how.overflow == "rounds"
+        rewritten = made.module(made.body_text() if further else "", self._room(rows) if further else [])
+        own = [replace(i, example=made.own(i.example)) if k in made.stacks else i for k, i in enumerate(self._inputs(rows))]
+        joint = trace_joint(rewritten, own, mask)
+        for node in joint.graph.nodes:
+            at = PLACED.get(node.target) if node.op == "call_function" else None
+            if at is not None:
+                node.args = (*node.args[:at], Coordinate(self._how.axis), *node.args[at + 1 :])
+        return joint
+
+    def _room(self, rows: int) -> list[int]:
+        """Return the bytes of further rounds: affine in the rows, and enough for all.
+
+        They are the largest of several lines. So those at one row, and from there on the slope at many, are enough.
+        """
+        if not self._lines:
+            few, many, more = (made.room(made.body_text()) for made in map(self._at, (FEW, MANY, MANY + 1)))
+            self._lines = [(a, c - b) for a, b, c in zip(few, many, more, strict=True)]
+        return [first + (rows - FEW) * slope for first, slope in self._lines]
 
 
 def is_routed(nodes: Sequence[fx.Node]) -> bool:
@@ -188,8 +209,8 @@ class _Rewriting:
     def _slot(self, rows: int) -> int:
         """Return the rows that a device can send each other one in a round."""
         tokens, choices = self._shapes.shape(self._route.args[1])  # type: ignore[arg-type]  # a node
-        mean = tokens // rows * choices / self._how.degree
-        return rows * min(math.ceil(self._how.bound * mean), tokens // rows * choices)
+        self._rows_count, self._mean = rows, tokens // rows * choices / self._how.degree
+        return rows * min(math.ceil(self._how.bound * self._mean), tokens // rows * choices)
 
     def own(self, example: Tensor) -> Tensor:
         """Return a device's part of a stack."""
@@ -257,7 +278,7 @@ class _Rewriting:
             counts = graph.call_method("narrow", (counts, 0, 0, self.experts))
         table = graph.call_function(all_gather, (counts, how.axis, how.degree))
         if how.overflow == "error":
-            table = graph.call_function(experts_checked, (table, self.slot, float(how.bound)))
+            table = graph.call_function(experts_checked, (table, self.slot, float(how.bound), self._rows_count, self._mean))
         self._table = table
         sent = graph.call_function(experts_send, (self._home_rows, table, 0, self.slot))
         came = graph.call_function(all_to_all, (sent, how.axis, how.degree))
@@ -282,27 +303,3 @@ class _Rewriting:
         env[self._unroute] = graph.call_function(unroute, (made, self._chosen, share))
         for node in (given, back, made, env[self._unroute]):
             node.meta = dict(self._unroute.meta)
-
-
-class _Sizes:
-    """Make bodies and their memory at numbers of rows; the memory is affine in these, and enough for all."""
-
-    def __init__(self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: Inputs) -> None:
-        self._how, self._module, self._inputs = how, module, inputs
-
-    def body(self, rows: int) -> str:
-        return self._at(rows).body_text() if self._how.overflow == "rounds" else ""
-
-    def room(self, rows: int) -> list[int]:
-        """Return f(1) + (rows - 1) x slope, with the slope of many rows: f is the largest of several lines."""
-        few, many, more = (self._measured(r) for r in (FEW, MANY, MANY + 1))
-        return [a + (rows - FEW) * (c - b) for a, b, c in zip(few, many, more, strict=True)]
-
-    def _measured(self, rows: int) -> list[int]:
-        made = self._at(rows)
-        return made.room(made.body_text())
-
-    def _at(self, rows: int) -> _Rewriting:
-        return _Rewriting(self._how, self._module(rows), self._inputs(rows), rows)
-
-
