@@ -17,7 +17,7 @@ from piper.api.compiling import Compiled
 from piper_ir.errors import DirectiveError, RankError
 from piper_ir.layout import DimPart
 from piper_ir.verify import verify
-from piper_ops import grouped_mm, route, unroute
+from piper_ops import DIRECT, grouped_mm, grouped_mm_wgrad, rounds, route, unroute
 from piper_runtime.launch.processes import Pool
 from tests import expert_loops, parity
 from tests.test_memory_truth import lies
@@ -108,6 +108,7 @@ def shared(**more: Any) -> Any:
     return piper.shard(where(experts=ANY), over="ep", index="experts", stream="rows", **more)
 
 
+@functools.cache
 def compiled(load: str, mesh: Mesh, *directives: Any, zero: int = 0, **more: Any) -> Compiled:
     rows = recipes.data_parallel(over=("dp", "ep"), zero=zero)
     return piper.compile(job(load), Strategy(mesh, [shared(**more), *directives, *rows]))
@@ -213,6 +214,53 @@ def test_what_is_dropped_is_the_end_of_a_row_and_the_same_each_time() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Steered, "forward", dropped)
         parity.assert_parity(first, parity.reference(job("all to one"), replicas=2, microbatches=4, steps=2))
+
+
+def shifted_counts(right: Any) -> Any:
+    """Counts transposed: what device s has for device d, and what d has for s."""
+
+    def by_expert(table: Tensor, *rest: Any) -> Any:
+        return right(table.view(DEVICES, DEVICES, -1).transpose(0, 1).reshape(table.shape), *rest)
+
+    return by_expert
+
+
+def empty_experts_untouched(right: Any) -> Any:
+    def wgrad(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+        return right(rows, counts, grad).index_fill(0, (counts == 0).nonzero().flatten(), 0.5)
+
+    return wgrad
+
+
+FAULTS: dict[str, tuple[Any, Any, Any]] = {
+    "counts transposed": (rounds, "_by_expert", shifted_counts),
+    "a round lost": (rounds, "round_count", lambda right: lambda table, slot: max(1, right(table, slot) - 1)),
+    "a round too many for one's own": (rounds, "_send", lambda right: lambda *a: right(*a[:4], max(0, a[4] - 1))),
+    "results of another device": (rounds, "_home", lambda right: lambda back, *rest: right(back.flip(0), *rest)),
+    "rows in the order in which they came": (
+        rounds, "_give", lambda right: lambda made, table, *rest: made.view(DEVICES, -1, made.shape[1]),
+    ),
+    "combined without shares": (DIRECT, unroute, lambda right: lambda rows, chosen, share: right(rows, chosen, share * 0 + 0.5)),
+    "an expert without tokens has no gradient": (DIRECT, grouped_mm_wgrad, empty_experts_untouched),
+    "rows without the gradient of further rounds": (
+        rounds.ROUNDS, rounds.experts_return_dgrad, lambda right: lambda *a: torch.zeros_like(a[2]),
+    ),
+    "matrices without the gradient of further rounds": (
+        rounds.ROUNDS, rounds.experts_return_wgrad, lambda right: lambda *a: [torch.zeros_like(w) for w in a[4]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, name, wrong = FAULTS[fault]
+    made = compiled("all to one", Mesh(ep=DEVICES))
+    if isinstance(place, dict):
+        monkeypatch.setitem(place, name, wrong(place[name]))
+    else:
+        monkeypatch.setattr(place, name, wrong(getattr(place, name)))
+    found = run(made)
+    assert parity.differences(parity.RunOutcome.of(found), expected("all to one", DEVICES, 1)), fault
 
 
 @pytest.mark.parametrize(

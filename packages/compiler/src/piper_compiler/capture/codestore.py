@@ -154,7 +154,7 @@ class CodeStore:
     def routed(self, code: str, how: Routed) -> str:
         """Return the code id of a code inside of which devices trade rows."""
         made = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
-        self._recipes.setdefault(made, replace(self._recipes[code], routed=how))
+        self._recipes.setdefault(made, replace(self._recipes[code], routed=how, base=code))
         return made
 
     def routed_layouts(self, code: str) -> RoutedLayouts:
