@@ -1,7 +1,7 @@
 """Define the ops by which devices that have different experts trade rows, in a fixed number of places.
 
-Each of n devices has E / n experts, and rows of its own that are sorted by expert (`experts.route`). It sends each other
-device the rows of that device's experts: `slot` rows at once, whatever it has for it. What is above that goes in
+Each of n devices has E / n experts, and rows of its own that are sorted by expert (`experts.route`). It sends each
+other device the rows of that device's experts: `slot` rows at once, whatever it has for it. What is above that goes in
 further rounds through the same places, so that memory does not depend on what tokens choose.
 
     table [n, E]        how many rows each device has for each expert: the counts of all, gathered

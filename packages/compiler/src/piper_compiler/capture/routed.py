@@ -50,7 +50,7 @@ from piper_ops import (
 ROUTES = (route, torch.ops.piper.route)
 UNROUTES = (unroute, torch.ops.piper.unroute)
 FEW, MANY = 1, 1000
-Inputs = Callable[[int], list[JointInput]]
+ChunkInputs = Callable[[int], list[JointInput]]
 """A function from a number of rows to the inputs of a chunk, whole."""
 
 
@@ -88,7 +88,7 @@ class RoutedLayouts:
 class RoutedForms:
     """Make the graphs of a device at any number of rows; `module` is the forward of one device alone."""
 
-    def __init__(self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: Inputs) -> None:
+    def __init__(self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs) -> None:
         self._how, self._module, self._inputs = how, module, inputs
         self._lines: list[tuple[int, int]] = []
 
@@ -243,7 +243,8 @@ class _Rewriting:
     def room(self, body: str) -> list[int]:
         """Return the bytes of further rounds."""
         rows, _, *weights = self.body_inputs()
-        count, width = self._shapes.shape(self._rows)[0], self._shapes.shape(self._result)[1]  # type: ignore[arg-type]
+        assert isinstance(self._result, fx.Node)
+        count, width = self._shapes.shape(self._rows)[0], self._shapes.shape(self._result)[1]
         table = torch.empty((self._how.degree, self.experts), dtype=torch.int64, device="meta")
         back = rows.new_empty((self._how.degree, self.slot, width))
         home = rows.new_empty((count, rows.shape[1]))

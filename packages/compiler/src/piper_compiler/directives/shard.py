@@ -69,8 +69,8 @@ class Shard:
         channel: name of the stream of the exchanges with experts (default: that of the axis).
         sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for what its cluster says. Only
             simulations read it.
-        bound: of a dropless mixture, the rows that a device has places for over those that would come from each other one
-            if all experts were chosen equally often.
+        bound: of a dropless mixture, the rows that a device has places for over those that would come from each other
+            one if all experts were chosen equally often.
         overflow: what becomes of more rows: "rounds" sends them in further rounds, which takes time and no memory;
             "error" ends the run; "drop" leaves out the last tokens, as a capacity does.
         site: where the user wrote it.

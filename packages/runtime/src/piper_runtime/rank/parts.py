@@ -16,9 +16,9 @@ from piper_ir.errors import NonFiniteLossError
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
-from piper_ops import ExpertsOverflow
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
+from piper_runtime.rank.overflow import naming_overflow
 from piper_runtime.rank.rank_state import NOT_FINITE, RankState
 from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.shared import shared_arguments
@@ -318,24 +318,12 @@ def _compute(part: Part, rank: RankState) -> Thunk:
         for v, t in zip(writes, results):
             values[v] = t
 
-    run: Thunk = _of_experts(compute, part) if chunk.experts else compute
+    run: Thunk = naming_overflow(compute, part.node) if chunk.experts else compute
     if step == "F":
         run = _forward(run, part, chunk, rank)
     elif step == "R" and chunk.random:
         run = _seeded(run, part, chunk, rank)  # as its forward, so that it draws the same numbers
     return _then_free(run, after, rank) if after else run
-
-
-def _of_experts(run: Thunk, part: Part) -> Thunk:
-    """Name the chunk in the error of tokens that chose experts for which there are too few places."""
-
-    def named() -> None:
-        try:
-            run()
-        except ExpertsOverflow as error:
-            raise ExpertsOverflow(f"{part.node}: {error}") from error
-
-    return named
 
 
 def _arguments(
