@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from piper import ANY, Mesh, recipes, where
 from piper_compiler import Strategy
 from piper_ir.ops import Collective
 from piper_ir.plan import Plan
+from piper_runtime import Job
 from piper_runtime.launch.processes import Pool
-from tests import shared_jobs
+from tests import compositions, parity, shared_jobs
 from tests.test_memory_truth import lies
 
 EXPERTS = piper.shard(where(experts=ANY), over="ep", index="experts", stream="rows", channel="ep", sms=0)
@@ -34,6 +37,12 @@ CASES: dict[str, tuple[Mesh, list[Any]]] = {
     "dualpipe, four": (Mesh(ep=4, pp=2), [recipes.dualpipe(pp=2, microbatches=2), rows()]),
     "dualpipe_v, recompute": (Mesh(ep=2, pp=2), [recipes.dualpipe_v(pp=2, microbatches=4), rows(zero=1), INPUTS]),
     "heads": (Mesh(ep=2, tp=2), [HEADS, rows()]),
+    "tokens over cp": (Mesh(ep=2, cp=2), [piper.shard(where(), over="cp", index="tokens"), rows()]),
+    "groups of layers made again": (
+        Mesh(ep=2, pp=2),
+        [recipes.one_f_one_b(pp=2, microbatches=2), rows(), piper.recompute(where(layer=ANY), keep="inputs", group=2)],
+    ),
+    "states shared along dp": (Mesh(dp=2, ep=2), [piper.replicate(where(), ("dp", "ep"), shard=dict(optim=("dp",)))]),
     "heads and tokens, 1f1b": (Mesh(ep=2, tp=2, pp=2), [TOKENS, recipes.one_f_one_b(pp=2, microbatches=2), rows(zero=3)]),
 }
 
@@ -51,6 +60,43 @@ def assert_right(made: Any, **more: Any) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_shared_experts_are_one_device(case: str) -> None:
     assert_right(compiled(*CASES[case]))
+
+
+@cache
+def job(optimizer: str) -> Job:
+    """A job with rows for eight replicas and four microbatches."""
+    made = replace(shared_jobs.job("experts"), global_batch=32)
+    return made if optimizer == "adamw" else replace(made, optimizer=compositions.sgd, clip_norm=None)
+
+
+@cache
+def expected(optimizer: str, replicas: int, head: str) -> parity.Reference:
+    return parity.reference(job(optimizer), replicas=replicas, microbatches=4, head=head)
+
+
+SCHEDULES: dict[str, tuple[Any, ...]] = {
+    "one stage": (piper.split(where(), microbatches=4),),
+    "1f1b": recipes.one_f_one_b(pp=2, microbatches=4),
+    "zbv": recipes.zbv(pp=2, microbatches=4),
+    "dualpipe": recipes.dualpipe(pp=2, microbatches=4),
+    "dualpipe_v": recipes.dualpipe_v(pp=2, microbatches=4),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ep", "dp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_every_composition_is_one_device(ep: int, dp: int, schedule: str, zero: int, again: bool, tp: int) -> None:
+    mesh = Mesh(pp=1 if schedule == "one stage" else 2, dp=dp, ep=ep, tp=tp)
+    directives = [EXPERTS, *[TOKENS] * (tp > 1), *SCHEDULES[schedule], rows(zero), *[INPUTS] * again]
+    optimizer = "sgd" if again and tp == 1 else "adamw"
+    made = piper.compile(job(optimizer), Strategy(mesh, directives))
+    found = shared_jobs.run(made)
+    parity.assert_parity(found, expected(optimizer, ep * dp, made.plan.chunks[-1].id))
+    assert not lies(made.plan, found.memory)
 
 
 def exchanges(plan: Plan) -> list[tuple[str, int]]:
