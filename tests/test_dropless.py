@@ -47,7 +47,7 @@ SCHEDULES: dict[str, tuple[Mesh, Any]] = {
         Mesh(tp=2, pp=2), lambda: [piper.shard(piper.where(), stream="tokens"), *recipes.zbv(pp=2, microbatches=2)],
     ),
 }  # fmt: skip
-LONG = ("gpipe", "interleaved", "zb_h1", "dualpipe", "recompute products")
+LONG = ("gpipe", "interleaved", "zb_h1", "dualpipe", "dualpipe_v", "zero3", "recompute products", "one row", "tp")
 
 
 @functools.cache
@@ -162,9 +162,8 @@ def test_devices_that_share_experts_add_up_tokens_and_not_choices() -> None:
     assert sizes["I"] == [tokens * CONFIG.top_k, *[tokens * CONFIG.width] * 2]
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param("bfloat16", marks=pytest.mark.long), Precision(params="float32", compute="bfloat16")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bfloat16", Precision(params="float32", compute="bfloat16")])
 def test_bfloat16_is_near_float64(precision: Any) -> None:
     strategy = Strategy(Mesh(), [piper.split(piper.where(), microbatches=2), piper.split_backward(piper.where())])
     one = replace(CONFIG, layers=1)

@@ -126,7 +126,7 @@ def assert_right(load: str, made: Compiled, **more: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.long] * (load == "1.5")) for load in LOADS])
 def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load: str) -> None:
     """Places for 10 rows from each device in a row of tokens: one round, two, two, and four."""
     made = compiled(load, Mesh(ep=DEVICES))
@@ -155,7 +155,7 @@ COMPOSED: dict[str, tuple[Mesh, list[Any], dict[str, Any]]] = {
     "a small bound": (Mesh(ep=4), [], {"bound": 0.3}),
     "a large bound": (Mesh(ep=4), [], {"bound": 100.0}),
 }
-LONG = ("zero 3, two microbatches", "1f1b, zero 1", "a small bound", "a large bound")
+LONG = ("recompute", "zero 3, two microbatches", "1f1b, zero 1", "a small bound", "a large bound")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in COMPOSED])
@@ -179,12 +179,11 @@ def test_a_model_with_attention_whose_heads_are_shared(schedule: str) -> None:
 
 
 def test_tokens_in_parts_are_refused() -> None:
-    work = models.job(replace(MIXTURE, layers=1), global_batch=4, precision="float64")
-    strategy = [shared(), piper.shard(where(), stream="tokens"), *recipes.data_parallel(over=("ep",))]
     with pytest.raises(DirectiveError, match=r"is a dropless mixture whose experts devices share, which needs all tokens"):
-        piper.compile(work, Strategy(Mesh(ep=2, tp=2), strategy))
+        compiled("2", Mesh(ep=2, tp=2), piper.shard(where(), stream="tokens"))
 
 
+@pytest.mark.long
 def test_in_processes(pool: Pool) -> None:
     assert_right("all to one", compiled("all to one", Mesh(ep=2)), launcher="processes", pool=pool)
 
@@ -251,7 +250,10 @@ FAULTS: dict[str, tuple[Any, Any, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+OFTEN = ("counts transposed", "a round lost", "combined without shares", "an expert without tokens has no gradient")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.long] * (f not in OFTEN)) for f in FAULTS])
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, name, wrong = FAULTS[fault]
     made = compiled("all to one", Mesh(ep=DEVICES))
@@ -282,9 +284,8 @@ def test_a_bound_is_for_rows_alone() -> None:
 
 
 def test_experts_that_devices_cannot_share_are_refused() -> None:
-    work = expert_loops.job(expert_loops.tagged)
-    with pytest.raises(DirectiveError, match=r"6 experts cannot be shared equally by 4 devices"):
-        piper.compile(work, Strategy(Mesh(ep=4), [shared(), *recipes.data_parallel(over=("ep",))]))
+    with pytest.raises(DirectiveError, match=r"8 experts cannot be shared equally by 3 devices"):
+        compiled("2", Mesh(ep=3))
 
 
 def test_a_replaced_loop_over_experts_is_shared() -> None:
