@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import piper
-from piper import Mesh, Strategy, models, recipes
+from piper import Mesh, Strategy, recipes
 from piper.api.emulation import emulate
 from piper.api.verification import verify_strategy
 from piper.views.explain import explain
@@ -27,15 +27,14 @@ from piper_simulator.metrics import executed_flops, model_flops, repeated_share
 from tests import parity, shared_jobs
 from tests.test_expert_parallel import compiled, rows
 
-SIZES = models.MoEConfig(layers=2, width=256, heads=4, kv_heads=2, hidden=512, vocab=256, length=64, experts=8, top_k=2)
 H100 = load_cluster("h100x8")
+LENGTH = shared_jobs.SIZES["experts"].length
 
 
 @cache
-def larger(ep: int) -> Any:
-    """A model of which an exchange takes a while, on two devices."""
-    job = models.job(SIZES, global_batch=8, precision="float32")
-    return piper.compile(job, Strategy(Mesh(ep=ep, dp=2 // ep), [recipes.expert_parallel(), rows()]))
+def pair(ep: int) -> Any:
+    """A mixture on two devices that share experts, or do not."""
+    return piper.compile(shared_jobs.job("experts"), Strategy(Mesh(ep=ep, dp=2 // ep), [recipes.expert_parallel(), rows()]))
 
 
 def test_gradients_of_experts_are_those_of_one_device_to_the_bit() -> None:
@@ -83,28 +82,28 @@ def test_explain_says_what_is_exchanged() -> None:
 
 def test_each_device_computes_as_much_as_without() -> None:
     """Half of the experts for twice the rows; and so it is in utilisations, where a token visits as many experts."""
-    shared, alone = larger(2).plan, larger(1).plan
+    shared, alone = pair(2).plan, pair(1).plan
     assert executed_flops(shared) == pytest.approx(executed_flops(alone), rel=0.01)
-    assert model_flops(shared, SIZES.length) == model_flops(alone, SIZES.length)
+    assert model_flops(shared, LENGTH) == model_flops(alone, LENGTH)
     assert repeated_share(shared) == 0.0
 
 
 def test_an_exchange_takes_as_long_as_an_all_to_all_of_its_bytes() -> None:
-    plan = larger(2).plan
+    plan = pair(2).plan
     trace = simulate(plan, H100, contention=False).trace
     role = plan.roles[0]
     spans = [s for s in trace.spans if s.rank == 0 and s.stream == "ep"]
     nbytes = plan.values[role.program[spans[0].instr].parts[0].reads[0]].nbytes
     expected = duration(H100, "all_to_all", nbytes, rank_group(H100, (0, 1))).seconds
-    assert len(spans) == 4 * SIZES.layers
+    assert len(spans) == 4 * shared_jobs.SIZES["experts"].layers
     assert [s.end - s.start for s in spans] == pytest.approx([expected] * len(spans))
 
 
 def test_emulated_as_simulated(pool: Pool) -> None:
-    simulated = simulate(larger(2).plan, H100, contention=False).step_s
-    found = [abs(emulate(larger(2), cluster=H100, pool=pool).step_s[0] / simulated - 1)]
+    simulated = simulate(pair(2).plan, H100, contention=False).step_s
+    found = [abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1)]
     while found[-1] > 0.04 and len(found) < 3:
-        found.append(abs(emulate(larger(2), cluster=H100, pool=pool).step_s[0] / simulated - 1))
+        found.append(abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1))
     assert found[-1] <= 0.04, found
 
 

@@ -37,6 +37,7 @@ from piper_ir.graph_parts import (
     common,
     compute_id,
     in_mbs,
+    joined_nodes,
     mbs_of,
     named,
     send_id,
@@ -270,7 +271,7 @@ class Editor:
             if node.reads is not old.reads:
                 self._use(node)
         left = {v for old in self.families[node.id] if old.reads is not node.reads for v in old.reads}
-        family = self.families[node.id] = _joined(out)
+        family = self.families[node.id] = joined_nodes(out)
         for v in left.difference(v for one in family for v in one.reads):
             self._users[v] = tuple([id for id in self._users[v] if id != node.id])
 
@@ -390,16 +391,3 @@ def _less(table: dict[K, tuple[str, ...]], gone: str) -> dict[K, tuple[str, ...]
 def _meet(a: Mbs | None, b: Mbs | None) -> bool:
     shared = common(a, b)
     return shared is None or bool(shared)
-
-
-def _joined(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
-    out: list[Node] = []
-    for node in nodes:
-        for k, other in enumerate(out):
-            if node.mbs is not None and other.mbs is not None and node.like(other):
-                out[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
-                break
-        else:
-            out.append(node)
-    return tuple(out)

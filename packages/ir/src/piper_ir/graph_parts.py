@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper_ir.ops import Op
@@ -144,6 +144,19 @@ def in_mbs(node: Node, mbs: Mbs | None) -> Node:
     if mbs is node.mbs:
         return node
     return Node(node.id, node.op, node.coords, node.reads, node.writes, node.role, node.stream, mbs, node.tail, node.made)
+
+
+def joined_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
+    out: list[Node] = []
+    for node in nodes:
+        for k, other in enumerate(out):
+            if node.mbs is not None and other.mbs is not None and node.like(other):
+                out[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
+                break
+        else:
+            out.append(node)
+    return tuple(out)
 
 
 def on_role(node: Node, role: str) -> Node:
