@@ -299,8 +299,12 @@ def test_mixtures_of_hugging_face_train_as_they_do(family: str) -> None:
         functools.partial(mixture, family, "eager"), text, of_logits, expert_loops.optimizer, global_batch=4,
         precision=Precision(params="float64"), tokens_per_row=8,
     )  # fmt: skip
-    made = piper.compile(work, Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)))
-    found = piper.execute(made, steps=2, launcher="inline", gradients=True)
-    parity.assert_parity(found, parity.reference(work, microbatches=2, steps=2), parity.FLOAT32)
+    shared = [*recipes.expert_parallel(bound=0.8), *recipes.data_parallel(over=("ep",))]
+    for mesh, directives in ((Mesh(pp=2), []), (Mesh(pp=2, ep=2), shared)):
+        made = piper.compile(work, Strategy(mesh, [*directives[:1], *recipes.one_f_one_b(pp=2, microbatches=2), *directives[1:]]))
+        found = piper.execute(made, steps=2, launcher="inline", gradients=True)
+        expected = parity.reference(work, replicas=made.plan.replicas, microbatches=2, steps=2)
+        parity.assert_parity(found, expected, parity.FLOAT32)
+        assert not lies(made.plan, found.memory)
     grouped = replace(work, model=functools.partial(mixture, family, "grouped_mm"))
     assert piper.compile(grouped, Strategy(Mesh(), ())).program.key == piper.compile(work, Strategy(Mesh(), ())).program.key
