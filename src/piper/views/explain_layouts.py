@@ -199,7 +199,7 @@ def _collectives(chunk: Chunk) -> Iterator[str]:
 
 def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
     """Yield what comes from other devices to experts, and goes back to them, in a microbatch."""
-    if chunk.experts:
+    if chunk.trades:
         given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
         made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
         devices = f"{plan.mesh.size(chunk.experts)} devices along {chunk.experts}"
