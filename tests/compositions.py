@@ -107,7 +107,7 @@ class Composition:
     may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
     stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
     keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens too with
-    `stream`, where `gathered` keeps what the forward gathers."""
+    `stream`, where `gathered` keeps what the forward gathers. ep: of `dp` replicas so many share experts."""
 
     model: str
     pp: int = 1
@@ -137,6 +137,7 @@ class Composition:
     tp: int = 1
     stream: str = ""
     gathered: bool = False
+    ep: int = 1
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
@@ -146,6 +147,7 @@ class Composition:
             shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
         if self.tp > 1:
             shown += [f"tp={self.tp}", *[self.stream] * bool(self.stream), *["gathered"] * self.gathered]
+        shown += [f"ep={self.ep}"] * (self.ep > 1)
         return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
 
 
@@ -201,10 +203,14 @@ def strategy_of(c: Composition) -> Strategy:
         shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
         level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
         sharing = dict(resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level)
+    if c.ep > 1:
+        sharing["over"] = ("dp", "ep")
     data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
-    sharers = (shard(where(), stream=c.stream, keep=c.gathered),) if c.tp > 1 else ()
+    axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
+    experts = recipes.expert_parallel() if c.ep > 1 else ()
+    sharers = (*experts, *((shard(where(), stream=c.stream, keep=c.gathered),) if c.tp > 1 else ()))
     return Strategy(Mesh(pp=c.pp, tp=c.tp, **axes), (sharers, _pipeline(c, program), data_parallel, again))
 
 

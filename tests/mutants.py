@@ -2,9 +2,9 @@
 table.
 
 A compiler fault changes a finished plan: tests/plan_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py,
-layout_faults.py (peaks are computed after it). A runtime fault is one of tests/runtime_faults.py, a job fault one of
-tests/job_faults.py or sharer_faults.py. Each is tried on the cases below until `verify` or the parity suite objects. The exit
-code is 1 if a fault survives.
+layout_faults.py, expert_faults.py (peaks are computed after it). A runtime fault is one of tests/runtime_faults.py, a job fault
+one of tests/job_faults.py, sharer_faults.py or expert_faults.py. Each is tried on the cases below until `verify` or the parity
+suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from piper_ir.verify import check
 from tests import compositions, parity
 from tests import runtime_faults as faults
 from tests.compositions import Composition
+from tests.expert_faults import EXPERT_PLANS, EXPERT_RUNS
 from tests.job_faults import JOBS, JobFault
 from tests.layout_faults import LAYOUTS
 from tests.plan_faults import COMPILER, Change
@@ -54,12 +55,14 @@ CASES: tuple[Composition, ...] = (
     Composition("llama", 1, 1, 2, optimizer="adamw", clip=0.05, tp=4),
     Composition("gpt_dropout", 1, 1, 2, tp=2),
     Composition("keywords", 1, 2, 2, tp=2, stream="tokens"),
+    Composition("moe", 1, 4, 2, optimizer="adamw", clip=0.05, ep=2),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
 refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
 ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision;
-devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights.
+devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights;
+devices that share experts, each with rows of its own.
 """
 
 
@@ -162,10 +165,10 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
 MUTANTS: tuple[Mutant, ...] = (
     *(
         Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f)
-        for f in (*COMPILER, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS)
+        for f in (*COMPILER, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS)
     ),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
-    *(Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f) for f in (*JOBS, *SHARERS)),
+    *(Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f) for f in (*JOBS, *SHARERS, *EXPERT_RUNS)),
 )
 
 

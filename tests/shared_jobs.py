@@ -10,7 +10,7 @@ from typing import Any
 import piper
 from piper import Mesh
 from piper.api.compiling import Compiled
-from piper.models import GPTConfig, LlamaConfig
+from piper.models import GPTConfig, LlamaConfig, MoEConfig
 from piper_compiler import Strategy
 from piper_runtime.launch.result import Run
 from piper_runtime.rank.job import Job
@@ -20,6 +20,7 @@ from tests.compositions import Composition, adamw, captured, job_of
 SIZES: dict[str, Any] = {
     "llama": LlamaConfig(layers=4, width=32, heads=8, kv_heads=4, hidden=48, vocab=64, length=8),
     "few_kv_heads": LlamaConfig(layers=2, width=32, heads=8, kv_heads=2, hidden=48, vocab=64, length=8, qk_norm=True),
+    "experts": MoEConfig(layers=4, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2),
     "gpt": GPTConfig(layers=4, width=32, heads=4, vocab=64, length=8),
 }
 """Models of the catalog; every other name is one of tests/models.py."""

@@ -28,7 +28,7 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
     (lambda: ANY(where(), over=["tp"]), PAIR, "over=.*'tp'.*; one of cp, dp"),
     (lambda: ANY(where(), over="tp.0"), PAIR, "over='tp.0'; one of cp, dp"),
     (lambda: ANY(where(), over="xp"), Mesh(), "over='xp'; one of cp, dp"),
-    (lambda: ANY(where(), stream=None), PAIR, 'stream=None; "" or "tokens" is accepted'),
+    (lambda: ANY(where(), stream=None), PAIR, 'stream=None; "", "tokens" or "rows" is accepted'),
     (lambda: ANY(where(), stream=["tokens"]), PAIR, r"stream=\['tokens'\]; "),
     (lambda: ANY(where(), keep="yes"), PAIR, "keep='yes'; True or False is accepted"),
     (lambda: ANY(where(), keep=1), PAIR, "keep=1; True or False is accepted"),
@@ -100,7 +100,7 @@ def test_an_axis_of_one_device_changes_nothing() -> None:
 SCRIPT = """
 import piper
 job = piper.models.job(piper.models.GPTConfig(layers=2, width=16, heads=2, vocab=32, length=8), global_batch=4)
-strategy = piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), stream="rows")])
+strategy = piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), stream="columns")])
 """
 
 
@@ -110,4 +110,4 @@ def test_the_command_says_it_in_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "piper", "verify", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert 'train.py:4: stream=\'rows\'; "" or "tokens" is accepted' in done.stderr
+    assert 'train.py:4: stream=\'columns\'; "", "tokens" or "rows" is accepted' in done.stderr

@@ -131,7 +131,7 @@ def test_a_sum_that_nobody_adds_is_refused() -> None:
     [
         ([piper.split(where(), microbatches=2), piper.shard(where())], "another directive stands before it"),
         ([piper.shard(where(), over="xp")], "over='xp'"),
-        ([piper.shard(where(), stream="rows")], 'stream=\'rows\'; "" or "tokens" is accepted'),
+        ([piper.shard(where(), stream="columns")], 'stream=\'columns\'; "", "tokens" or "rows" is accepted'),
     ],
 )
 def test_what_is_not_legal_is_said(directives: list[Any], message: str) -> None:

@@ -617,7 +617,7 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> No
 
 
 def test_every_rule_has_a_negative_control() -> None:
-    elsewhere = {"R31-gathered", "R32-contributions"}  # tests/test_sharding.py has theirs
+    elsewhere = {"R31-gathered", "R32-contributions", "R37-experts"}  # test_sharding.py and test_experts_faults.py of tests/
     assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS + RECOMPUTE_BREAKS + SHARING_BREAKS} | elsewhere == set(RULES)
 
 

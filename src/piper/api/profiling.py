@@ -130,8 +130,15 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
 
 
 def _one_replica(job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive]) -> Compiled:
-    """Compile the model with one microbatch of these rows, on one device or those that share its chunks."""
-    return compile(replace(job, global_batch=rows), Strategy(mesh, directives))
+    """Compile the model with one microbatch of these rows, on one device or those that share its chunks or experts."""
+    own = _axes_of_experts(directives)
+    replicas = recipes.data_parallel(over=own) if own else ()
+    return compile(replace(job, global_batch=rows * mesh.degree(own)), Strategy(mesh, (*directives, *replicas)))
+
+
+def _axes_of_experts(directives: Sequence[Directive]) -> tuple[str, ...]:
+    """Return the axes whose devices share experts, and have rows of their own elsewhere."""
+    return tuple(d.over for d in directives if isinstance(d, shard) and d.experts)
 
 
 def _policies(target: Compiled, strategy: Strategy, more: Sequence[str]) -> Iterator[recompute]:
@@ -157,8 +164,9 @@ def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> li
     _, spec, _ = trained_job("profile", job, None)
     if not spec.flat:
         return []
-    jobs = {n: replace(job, global_batch=rows * n) for n in SHARING}
-    zero = (*shares, *recipes.data_parallel(zero=2))
+    own = _axes_of_experts(shares)
+    jobs = {n: replace(job, global_batch=rows * n * mesh.degree(own)) for n in SHARING}
+    zero = (*shares, *recipes.data_parallel(over=("dp", *own), zero=2))
     return [compile(of, Strategy(Mesh(mesh.sizes, dp=n), zero)).plan for n, of in jobs.items()]
 
 

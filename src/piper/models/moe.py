@@ -2,8 +2,8 @@
 
 See GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961. Every token goes to its `top_k` experts, and an expert takes
 at most `capacity` tokens of each row: all shapes are known before anything runs. Tokens of different rows never
-compete, so that a batch is routed the same however it is cut into microbatches. All experts are on each device that has
-the layer until expert parallelism exists.
+compete, so that a batch is routed the same however it is cut into microbatches. The products of the experts are a
+region with the coordinate `experts`: a strategy with `piper.shard(where(experts=ANY), ...)` shares them among devices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from piper.models.llama import Llama, LlamaBlock, LlamaConfig
 from piper.models.parts import check_sizes
+from piper_compiler.capture import region
 from piper_ir.errors import JobError
 from piper_ir.expert_tokens import EXPERT_TOKENS
 
@@ -187,8 +188,14 @@ class Experts(nn.Module):
         self.expert_tokens = torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0)))
 
     def computed(self, x: Tensor) -> Tensor:
-        """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight."""
+        """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight.
+
+        The region is what devices that share experts compute in parts; experts stand first at its ends.
+        """
         rows, experts, capacity, width = x.shape
-        x = x.transpose(0, 1).reshape(experts, rows * capacity, width)
-        y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)
-        return y.view(experts, rows, capacity, width).transpose(0, 1)
+        x = x.transpose(0, 1)
+        with region(experts=0):
+            x = x.reshape(experts, rows * capacity, width)
+            y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)
+            y = y.view(experts, rows, capacity, width)
+        return y.transpose(0, 1)

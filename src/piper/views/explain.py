@@ -18,6 +18,8 @@ from piper_ir.sizes import bind
 from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
+PURPOSES = {"expert": "tokens to experts and back"}
+"""The words for what a channel carries, where its name alone says too little."""
 FEW = 0.3
 """The share of backward in W below which there is little to schedule; transformers of linear layers have half."""
 
@@ -191,7 +193,7 @@ def _communication(plan: Plan) -> str:
     for channel in plan.channels:
         arrow = " > ".join(channel.roles) if channel.kind == "p2p" else "+".join(channel.roles)
         over = f" over {', '.join(channel.over)}" if channel.over else ""
-        lines.append(f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {channel.purpose}")
+        lines.append(f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {PURPOSES.get(channel.purpose, channel.purpose)}")
     for bucket in plan.buckets:
         if bucket.channel:
             size = size_text(bucket_bytes(bucket))

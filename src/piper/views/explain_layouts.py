@@ -127,6 +127,7 @@ def _shared(plan: Plan, facts: ChunkFacts) -> Iterator[str]:
         yield f"    not shared: {_listed(names)}: {why}"
     yield f"    computed whole on each device: {_work(facts.work)}"
     yield from _collectives(plan.chunk(facts.ids[0]))
+    yield from _tokens(plan, plan.chunk(facts.ids[0]))
     yield from _summed(plan, facts, prefix)
 
 
@@ -148,6 +149,15 @@ def _collectives(chunk: Chunk) -> Iterator[str]:
     for step, signature in chunk.steps.items():
         for c in signature.collectives:
             yield f"    {step}  {c.kind:14} {size_text(bind(c.nbytes, 0)):>8} over {c.axis} {c.why}"
+
+
+def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
+    """Yield what comes from other devices to experts, and goes back to them, in a microbatch."""
+    if chunk.experts:
+        given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
+        made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
+        devices = f"{plan.mesh.size(chunk.experts)} devices along {chunk.experts}"
+        yield f"    tokens of {devices} come and go by AllToAll: {size_text(given)} in, {size_text(made)} out, and gradients"
 
 
 def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:

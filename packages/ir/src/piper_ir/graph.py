@@ -32,10 +32,12 @@ from piper_ir.graph_parts import (
     Node,
     OverlapGroup,
     Replication,
+    TokenExchange,
     TransferStreams,
     common,
     compute_id,
     in_mbs,
+    joined_nodes,
     mbs_of,
     named,
     send_id,
@@ -79,6 +81,7 @@ class Graph(Brief, NamedNodes, Selecting):
         overlaps: the groups that an order leaves open.
         roles: role -> the mesh coordinates that it fixes.
         transports: role -> its streams for point-to-point communication.
+        exchanges: axis -> how its devices exchange tokens with experts.
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
         microbatches: how many; 0 before the batch is split.
@@ -98,6 +101,7 @@ class Graph(Brief, NamedNodes, Selecting):
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transports: Mapping[str, TransferStreams] = field(default_factory=dict)
+    exchanges: Mapping[str, TokenExchange] = field(default_factory=dict)
     channels: Mapping[str, Channel] = field(default_factory=dict)
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)
@@ -165,6 +169,7 @@ class Editor:
         self.overlaps = list(graph.overlaps)
         self.roles = dict(graph.roles)
         self.transports = dict(graph.transports)
+        self.exchanges = dict(graph.exchanges)
         self.channels = dict(graph.channels)
         self.buckets = dict(graph.buckets)
         self.replication = dict(graph.replication)
@@ -266,7 +271,7 @@ class Editor:
             if node.reads is not old.reads:
                 self._use(node)
         left = {v for old in self.families[node.id] if old.reads is not node.reads for v in old.reads}
-        family = self.families[node.id] = _joined(out)
+        family = self.families[node.id] = joined_nodes(out)
         for v in left.difference(v for one in family for v in one.reads):
             self._users[v] = tuple([id for id in self._users[v] if id != node.id])
 
@@ -369,6 +374,7 @@ class Editor:
             overlaps=tuple(self.overlaps),
             roles=self.roles,
             transports=self.transports,
+            exchanges=self.exchanges,
             channels=self.channels,
             buckets=self.buckets,
             replication=self.replication,
@@ -385,16 +391,3 @@ def _less(table: dict[K, tuple[str, ...]], gone: str) -> dict[K, tuple[str, ...]
 def _meet(a: Mbs | None, b: Mbs | None) -> bool:
     shared = common(a, b)
     return shared is None or bool(shared)
-
-
-def _joined(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
-    out: list[Node] = []
-    for node in nodes:
-        for k, other in enumerate(out):
-            if node.mbs is not None and other.mbs is not None and node.like(other):
-                out[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
-                break
-        else:
-            out.append(node)
-    return tuple(out)

@@ -10,7 +10,7 @@ from piper_ir.codec import register
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, TransferStreams
-from piper_ir.graph_parts import in_mbs, mbs_of
+from piper_ir.graph_parts import TokenExchange, in_mbs, mbs_of
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
@@ -42,6 +42,7 @@ class GraphDocument:
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
+    exchanges: Mapping[str, TokenExchange] | None = None
 
 
 def to_document(graph: Graph) -> GraphDocument:
@@ -63,6 +64,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.microbatches,
         graph.log,
         graph.costs,
+        graph.exchanges or None,
     )
 
 
@@ -82,6 +84,7 @@ def from_document(document: GraphDocument) -> Graph:
     edit.overlaps = list(document.overlaps)
     edit.roles = dict(document.roles or {})
     edit.transports = dict(document.transports or {})
+    edit.exchanges = dict(document.exchanges or {})
     edit.channels = {c.id: c for c in document.channels}
     edit.buckets = {b.id: b for b in document.buckets}
     edit.replication = dict(document.replication or {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper_ir.ops import Op
@@ -146,6 +146,19 @@ def in_mbs(node: Node, mbs: Mbs | None) -> Node:
     return Node(node.id, node.op, node.coords, node.reads, node.writes, node.role, node.stream, mbs, node.tail, node.made)
 
 
+def joined_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
+    out: list[Node] = []
+    for node in nodes:
+        for k, other in enumerate(out):
+            if node.mbs is not None and other.mbs is not None and node.like(other):
+                out[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
+                break
+        else:
+            out.append(node)
+    return tuple(out)
+
+
 def on_role(node: Node, role: str) -> Node:
     """Return the node placed on a role."""
     return Node(node.id, node.op, node.coords, node.reads, node.writes, role, node.stream, node.mbs, node.tail, node.made)
@@ -181,6 +194,14 @@ class Replication:
     def together(self) -> tuple[object, ...]:
         """Return what chunks that share a parameter must agree on."""
         return self.over, self.bucket_bytes, self.stream, self.shard, self.gather
+
+
+@dataclass(frozen=True, slots=True)
+class TokenExchange:
+    """Say how the devices along an axis exchange tokens with experts: on which stream, and with how many SMs."""
+
+    stream: str
+    sms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ a term of a sum, or equal on all devices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from piper_ir.mesh import Mesh
+from piper_ir.select import Where
 from piper_ir.sizes import Dim, bind
 
 
@@ -32,6 +33,11 @@ class DimPart:
     outer: int = 1
 
 
+EXPERTS = "experts"
+"""The name of the index of a mixture's experts, and of the coordinate of the regions that compute them."""
+ROWS = "rows"
+"""The stream of an axis whose devices each have rows of their own, and trade them for those of their experts."""
+
 Layout = tuple[DimPart, ...]
 """The way in which a tensor is taken apart: each entry applies to what the ones before it have left."""
 
@@ -44,11 +50,13 @@ class Sharding:
         over: the mesh axis.
         degree: the number of its devices.
         index: names of the indexes that they share; all that can be shared where none is named.
-        stream: "tokens" where they also share what passes from layer to layer, along its tokens; else "".
+        stream: "tokens" where they also share what passes from layer to layer, along its tokens; "rows" where each has
+            rows of its own and the selected chunks are of experts, of which each has some; else "".
         keep: whether what the forward gathers is kept for the backward, and not gathered again.
         split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
         context: whether they share the tokens of all ops (context parallelism), those that need all tokens by their
             heads.
+        selection: the chunks that they share; all where it is None.
     """
 
     over: str
@@ -58,6 +66,12 @@ class Sharding:
     keep: bool = False
     split: tuple[int, ...] = ()
     context: bool = False
+    selection: Where | None = field(default=None, repr=False)
+
+    @property
+    def experts(self) -> bool:
+        """Return whether they share experts, and rows everywhere else."""
+        return self.stream == ROWS
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

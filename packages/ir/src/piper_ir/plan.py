@@ -220,6 +220,7 @@ class Plan(Brief):
         version: the version of the file format.
         variants: the chunks under the policies of recomputation that parts name, likewise bound.
         shared: the axes whose devices share the work of each chunk.
+        experts: the axes along which each device has some experts.
     """
 
     program_key: str
@@ -243,6 +244,7 @@ class Plan(Brief):
     version: int = PLAN_VERSION
     variants: tuple[Chunk, ...] = ()
     shared: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)

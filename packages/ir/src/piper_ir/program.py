@@ -239,6 +239,7 @@ class Chunk:
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
         keep: the policy of recomputation under which it is so: which tensors F keeps for I and W. The chunks of a
             program keep all; its variants do not.
+        experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.
     """
 
     id: str
@@ -251,6 +252,7 @@ class Chunk:
     random: bool = False
     opaque: bool = False
     keep: str = KEEP_ALL
+    experts: str = ""
 
     @property
     def variant(self) -> str:
@@ -280,17 +282,7 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
             if id(sig) not in steps:
                 steps[id(sig)] = sig.bind(rows)
         bound_steps = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
-        bound.append(
-            Chunk(
-                chunk.id,
-                chunk.coords,
-                inputs,
-                outputs,
-                ports[id(chunk.ports)],
-                bound_steps,
-                *(chunk.code, chunk.random, chunk.opaque, chunk.keep),
-            )
-        )
+        bound.append(replace(chunk, inputs=inputs, outputs=outputs, ports=ports[id(chunk.ports)], steps=bound_steps))
     return tuple(bound)
 
 
@@ -350,6 +342,7 @@ class Program:
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
         axes: the axes whose devices share the work of each chunk, with their sizes.
+        experts: likewise the axes along which each device has some experts; their rows differ.
         variants: chunks under policies of recomputation, for the policies that a strategy asks for. They are no content
             of the program: it has the same key without them.
     """
@@ -364,6 +357,7 @@ class Program:
     overlap: tuple[float, ...] = ()
     variants: tuple[Chunk, ...] = field(default=(), repr=False)
     axes: tuple[tuple[str, int], ...] = ()
+    experts: tuple[tuple[str, int], ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
 

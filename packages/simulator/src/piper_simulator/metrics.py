@@ -62,7 +62,8 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
 
     In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. M includes places that no
-    token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows.
+    token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows. Where devices
+    share experts, M are of the tokens of all of these devices.
     """
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
@@ -81,8 +82,9 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
             each = rows.get(shape, 0.0)
             if not each and len(shape) == 3 and shape[0]:
                 each = shared.get(shape[1:], 0.0) / shape[0]
-            if 0 < each < tokens:
-                out[name] = max(out.get(name, 0.0), each / tokens)
+            there = tokens * plan.mesh.size(chunk.experts)
+            if 0 < each < there:
+                out[name] = max(out.get(name, 0.0), each / there)
     return out
 
 

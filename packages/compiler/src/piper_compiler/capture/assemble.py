@@ -78,12 +78,19 @@ def capture(
         return _Assembly(forward, pieces, reduce).captured()
 
 
+def with_experts(captured: Captured) -> Captured:
+    """Return the capture of the same model whose chunks are cut where a region has the coordinate experts, too."""
+    reduce = next((captured.code.recipe(c.code).reduce for c in captured.program.chunks), None)
+    with _torch.CAPTURING:
+        return _Assembly(captured.forward, cut(captured.forward, experts=True), reduce, captured.code).captured()
+
+
 class _Assembly:
     """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
-    def __init__(self, forward: Forward, pieces: Cut, reduce: torch.dtype | None) -> None:
+    def __init__(self, forward: Forward, pieces: Cut, reduce: torch.dtype | None, store: CodeStore | None = None) -> None:
         self._forward, self._cut, self._reduce = forward, pieces, reduce
-        self._store = CodeStore()
+        self._store = CodeStore() if store is None else store
         self._requires = {p.name for p in forward.params if p.requires_grad}
         self._shapes: dict[fx.Node, TensorSpec] = {}
         self._fitted: dict[str, Chunk] = {}

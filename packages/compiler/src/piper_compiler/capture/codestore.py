@@ -14,6 +14,7 @@ from piper_compiler.capture._torch_context import check_context
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
+from piper_compiler.capture.dispatch import Dispatch
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_compiler.capture.kernels import counted
@@ -42,6 +43,7 @@ class TraceSpec:
         base: the code of which it is a form for devices that share it; "" where they do not.
         agreed: what these devices want of its parameters because other chunks have them, too.
         params: for each input, its names in all chunks of the base.
+        dispatch: what it exchanges with chunks of experts, or they with it.
     """
 
     cut: Cut
@@ -55,6 +57,7 @@ class TraceSpec:
     base: str = ""
     agreed: Agreed = field(default_factory=Agreed)
     params: tuple[tuple[str, ...], ...] = ()
+    dispatch: Dispatch | None = None
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -63,13 +66,25 @@ class TraceSpec:
 
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward on one device alone, which is the same under any policy."""
-        return trace_joint(self.cut.module(self.piece, rows), self._inputs(rows), self.tangent_mask, self.reduce)
+        every = rows if self.dispatch is None else rows * self.dispatch.degree
+        if every > rows:
+            check_rows(self.cut.forward, every)
+        module = self.cut.module(self.piece, every, self.dispatch)
+        given, made = ((), ()) if self.dispatch is None else self.dispatch.exchanged
+        traced = trace_joint(module, self._inputs(every), self.tangent_mask, self.reduce)
+        return replace(traced, exchanged_inputs=given, exchanged_outputs=made)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
-            JointInput(slot.kind, example_tensor(spec, rows), needs_grad)
-            for slot, spec, needs_grad in zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
+            JointInput(slot.kind, self._example(k, spec, rows), needs_grad)
+            for k, (slot, spec, needs_grad) in enumerate(zip(self.piece.slots, self.specs, self.needs_grad, strict=True))
         ]
+
+    def _example(self, number: int, spec: TensorSpec, rows: int) -> Tensor:
+        """Return a meta tensor like an input."""
+        tensor = example_tensor(spec, rows)
+        how = None if self.dispatch is None else self.dispatch.inputs[number]
+        return tensor if self.dispatch is None or how is None else tensor.new_empty(how.form(tensor.shape, self.dispatch.degree))
 
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
@@ -111,6 +126,12 @@ class CodeStore:
         made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}".encode()).hexdigest()[:16]
         recipe = replace(self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params)
         self._recipes.setdefault(made, recipe)
+        return made
+
+    def dispatched(self, code: str, dispatch: Dispatch) -> str:
+        """Return the code id of a code that exchanges values with chunks of experts, or is one."""
+        made = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], dispatch=dispatch))
         return made
 
     def recipe(self, code: str) -> TraceSpec:
@@ -203,7 +224,8 @@ class Captured:
         advancing: buffers that advance once per microbatch.
         remarks: chunk -> what a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
-        shared: the same capture for devices that share its chunks, likewise.
+        shared: the same capture for devices that share its chunks, likewise; at () the one that is also cut where
+            regions of experts begin and end.
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
     """

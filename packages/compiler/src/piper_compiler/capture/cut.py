@@ -6,6 +6,8 @@
   get.
 - A buffer that changes during the step is an explicit output of the region that changes it. Regions that only read it
   take a snapshot, because their backward may run after the buffer got its new content.
+- Where regions of experts are cut, too, a view that repeats the elements of a smaller tensor (expand) does not cross:
+  the smaller tensor does.
 - Sizes never cross: a piece is made for a number of rows, and sizes are integers in it.
 """
 
@@ -19,9 +21,19 @@ import torch
 from torch import fx
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.concrete import canonical_text, concrete_call, is_size, line_of
+from piper_compiler.capture.concrete import canonical_text, concrete_call, concrete_shape, is_size, line_of
+from piper_compiler.capture.dispatch import Dispatch
 from piper_compiler.capture.dynamo import Forward
-from piper_compiler.capture.regions import Operations, Region, assign, free_nodes, live_nodes, operations, own_coords
+from piper_compiler.capture.regions import (
+    Operations,
+    Region,
+    assign,
+    free_nodes,
+    live_nodes,
+    operations,
+    own_coords,
+    spread_nodes,
+)
 from piper_compiler.capture.replay import ReplayFacts, replay
 from piper_compiler.capture.tags import OPAQUE
 from piper_ir.errors import CaptureError
@@ -85,7 +97,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """Hold all pieces in topological order and the facts from which their functions are made."""
+    """Hold all pieces in topological order and the facts from which their functions are made.
+
+    Attributes:
+        free: the operations that each piece which reads them repeats.
+    """
 
     forward: Forward
     ops: Operations
@@ -93,12 +109,15 @@ class Cut:
     free: frozenset[fx.Node]
     pieces: tuple[Piece, ...]
 
-    def module(self, piece: Piece, rows: int) -> fx.GraphModule:
-        """Return the piece's forward at a number of rows: from its inputs to the results that are not `changed`."""
+    def module(self, piece: Piece, rows: int, dispatch: Dispatch | None = None) -> fx.GraphModule:
+        """Return the piece's forward at a number of rows: from its inputs to the results that are not `changed`.
+
+        A `dispatch` says which of them stand in the form in which devices exchange them.
+        """
         graph = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for i, slot in enumerate(piece.slots):
-            env[slot.node] = graph.placeholder(f"in{i}")
+        nodes = [slot.node for slot in piece.slots]
+        given = [graph.placeholder(f"in{i}") for i in range(len(nodes))]
+        env = dict(zip(nodes, given if dispatch is None else dispatch.take(graph, given, _shapes(nodes, rows)), strict=True))
         for node in piece.copied:
             env[node] = graph.call_method("clone", (env[node],))
         for node in piece.snapshots:
@@ -113,7 +132,9 @@ class Cut:
             env[node].meta = {k: node.meta[k] for k in ("stack_trace",) if k in node.meta}
         if not enabled:
             graph.call_function(_torch.SET_GRAD, (True,))
-        graph.output(tuple(env[r.node] for r in piece.results if not r.changed))
+        nodes = [r.node for r in piece.results if not r.changed]
+        made = [env[node] for node in nodes]
+        graph.output(tuple(made if dispatch is None else dispatch.give(graph, made, _shapes(nodes, rows))))
         return fx.GraphModule(self.forward.owner, graph)
 
     def body(self, piece: Piece) -> Iterator[fx.Node]:
@@ -160,6 +181,10 @@ class Cut:
         return value.code if isinstance(value, fx.GraphModule) else f"{node.target} {value}"
 
 
+def _shapes(nodes: Sequence[fx.Node], rows: int) -> list[tuple[int, ...]]:
+    return [concrete_shape(node.meta["example_value"], rows, node) for node in nodes]
+
+
 def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
     """Return a copy that no simplification takes for the buffer itself."""
     if node.meta["example_value"].dtype == torch.bool:
@@ -167,17 +192,18 @@ def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.mul, (placeholder, 1))
 
 
-def cut(forward: Forward) -> Cut:
-    """Split the captured graph at every change of coordinates."""
+def cut(forward: Forward, *, experts: bool = False) -> Cut:
+    """Split the captured graph at every change of coordinates; those of experts count where they are asked for."""
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
     live = live_nodes(ops.nodes, forward, facts)
     free = free_nodes(live, forward, facts)
     bound = [n for n in live if n not in free]
-    regions = assign(bound, own_coords(forward, bound), facts)
+    regions = assign(bound, own_coords(forward, bound, experts=experts), facts)
     if not regions:
         raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
-    return Cut(forward, ops, facts, frozenset(free), tuple(_Wiring(forward, facts, free, regions).pieces()))
+    repeated = free | spread_nodes(bound, facts) if experts else free
+    return Cut(forward, ops, facts, frozenset(repeated), tuple(_Wiring(forward, facts, repeated, regions).pieces()))
 
 
 class _Wiring:

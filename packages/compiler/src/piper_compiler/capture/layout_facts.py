@@ -9,7 +9,17 @@ from math import gcd, prod
 from piper_compiler.capture.assemble import TRACE_ROWS
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.kernels import flops_of
-from piper_compiler.capture.layouts import AskedIndexes, NamedIndexes, Parted, parted, shareable, steps_of, title, uneven
+from piper_compiler.capture.layouts import (
+    AskedIndexes,
+    NamedIndexes,
+    Parted,
+    experts_of,
+    parted,
+    shareable,
+    steps_of,
+    title,
+    uneven,
+)
 from piper_compiler.capture.layouts.indexes import LoopIndex
 from piper_compiler.capture.sharding import params_of
 from piper_ir.layout import Sharding
@@ -144,6 +154,10 @@ class _Shares:
         devices: dict[LoopIndex, int] = {}
         reasons: dict[LoopIndex, str] = {}
         for asked in recipe.shardings:
+            if asked.experts:
+                found = experts_of(named.joint, named.indexes, asked, recipe.params)
+                devices |= {i: asked.degree for nest in found for i in nest}
+                continue
             if asked.stream or asked.context:
                 tokens = [i for i, name in named.names.items() if name == "tokens"]
                 devices |= {i: asked.degree * devices.get(i, 1) for i in tokens}

@@ -4,15 +4,16 @@ An operation's own coordinates are those of the regions and tagged modules aroun
 the operations in program order:
 
 1. An operation without user coordinates takes those of its latest producer: the last one in the latest region. Without
-   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque` is
-   never taken over.
+   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque` and
+   `experts` are never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
    producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
    none.
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
-   between the first and the last operation with a layer, joins the latest region instead of opening a new visit.
+   between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
+   unless that is opaque or one of experts.
 4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
    bytes cross then (`sinking`).
 
@@ -36,6 +37,7 @@ from piper_compiler.capture.replay import ReplayFacts
 from piper_compiler.capture.sinking import Sinking
 from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, layer_indexes, module_coords
 from piper_ir.errors import CaptureError
+from piper_ir.layout import EXPERTS
 
 Coords = dict[str, int]
 
@@ -123,8 +125,11 @@ def _writes_silently(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, _torch.OpOverload)
 
 
-def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coords]:
-    """Return each operation's coordinates from regions, tagged modules and ModuleLists; inner ones come first."""
+def own_coords(forward: Forward, nodes: Iterable[fx.Node], *, experts: bool) -> dict[fx.Node, Coords]:
+    """Return each operation's coordinates from regions, tagged modules and ModuleLists; inner ones come first.
+
+    Without `experts` they lack that coordinate, as if nobody had given it.
+    """
     layers = layer_indexes(forward.model)
     found: dict[fx.Node, Coords] = {}
     for node in nodes:
@@ -144,6 +149,8 @@ def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coor
         layer = next((layers[id(m)] for m in stack if id(m) in layers), None)
         if layer is not None:
             coords.setdefault(LAYER, layer)
+        if not experts:
+            coords.pop(EXPERTS, None)
         found[node] = coords
     return found
 
@@ -164,6 +171,27 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
         if all(n in readable or n in free for n in sources) and (not sources or storages <= inherited):
             free.add(node)
     return free
+
+
+def spread_nodes(nodes: Iterable[fx.Node], facts: ReplayFacts) -> set[fx.Node]:
+    """Return the views that repeat the elements of smaller tensors, of which nothing is changed in place.
+
+    A region that reads one from another region repeats it.
+    """
+    written = frozenset().union(*facts.writes.values())
+    found: set[fx.Node] = set()
+    for node in nodes:
+        sources = [n for n in node.all_input_nodes if n in facts.storages]
+        if len(sources) == 1 and facts.storages[node] == facts.storages[sources[0]] and not facts.storages[node] & written:
+            value, base = node.meta["example_value"], sources[0].meta["example_value"]
+            if isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor) and _repeats(value) and not _repeats(base):
+                found.add(node)
+    return found
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor are one and the same in memory, because it was expanded."""
+    return any(isinstance(s, int) and s == 0 for s in tensor.stride())
 
 
 def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> list[fx.Node]:
@@ -224,15 +252,15 @@ class _Assigner:
         first, last = self._layered
         if layer is None and first < self._position[node] < last and _user(before) == user:
             layer = before.get(LAYER)
-        opaque = {OPAQUE: 1} if OPAQUE in own else {}
-        return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {}) | opaque
+        alone = {name: own[name] for name in (EXPERTS, OPAQUE) if name in own}
+        return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {}) | alone
 
     def _region(self, node: fx.Node, coords: Coords) -> Region:
         key = tuple(coords.items())
         latest = self._latest.get(key)
         if latest is not None and self._may_join(node, latest):
             return latest
-        if latest is not None and self.is_between(node) and OPAQUE not in self.regions[-1].coords:
+        if latest is not None and self.is_between(node) and not _alone(self.regions[-1].coords):
             return self.regions[-1]
         region = Region(len(self.regions), coords, latest.visit + 1 if latest else 0)
         self.regions.append(region)
@@ -253,7 +281,7 @@ class _Assigner:
         sinking = Sinking(nodes, {n: r.number for n, r in self.home.items()}, movable, self._facts)
         for region in reversed(self.regions):
             own = [self._position[n] for n in region.nodes if self._own[n]]
-            if own and OPAQUE not in region.coords and (LAYER in region.coords or self._layered[1] < 0):
+            if own and not _alone(region.coords) and (LAYER in region.coords or self._layered[1] < 0):
                 sinking.into(region.number, region.nodes, min(own))
         for region in self.regions:
             region.nodes.clear()
@@ -271,8 +299,13 @@ class _Assigner:
         return not (self._facts.writes[node] or written_later or made_later)
 
 
+def _alone(coords: Mapping[str, int]) -> bool:
+    """Return whether a region has no operations but those that were written in it."""
+    return OPAQUE in coords or EXPERTS in coords
+
+
 def _user(coords: Mapping[str, int]) -> Coords:
-    return {k: v for k, v in coords.items() if k not in (LAYER, OPAQUE)}
+    return {k: v for k, v in coords.items() if k not in (LAYER, EXPERTS, OPAQUE)}
 
 
 def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> list[Region]:

@@ -1,12 +1,13 @@
-"""Make a captured program for devices that share the work of its chunks (tensor parallelism)."""
+"""Make a captured program for devices that share the work of its chunks (tensor parallelism), or experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from piper_compiler.capture.assemble import TRACE_ROWS
+from piper_compiler.capture.assemble import TRACE_ROWS, with_experts
 from piper_compiler.capture.codestore import Captured
+from piper_compiler.capture.experts import ExpertChunks
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.layouts import (
     Agreed,
@@ -33,9 +34,19 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
         return captured
     found = captured.shared.get(asked)
     if found is None:
-        split = _split(captured, asked)
-        found = captured.shared[asked] = _Shared(captured, split).captured()
+        found = captured.shared[asked] = _made(captured, asked)
     return found
+
+
+def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
+    wanted = next((one for one in asked if one.experts), None)
+    if wanted is None:
+        return _Shared(captured, _split(captured, asked)).captured()
+    if () not in captured.shared:  # the same, cut at the regions of experts
+        captured.shared[()] = with_experts(captured)
+    apart = captured.shared[()]
+    found = ExpertChunks(apart, wanted, params_of(apart.program))
+    return _Shared(apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found).captured()
 
 
 def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
@@ -43,6 +54,8 @@ def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, .
 
     Raises DirectiveError for indexes that the user names and devices cannot share.
     """
+    if not asked:
+        return ()
     params = params_of(captured.program)
     joints = {code: captured.code.joint(code, TRACE_ROWS[0][0]) for code in params}
     ids = {c.code: c.id for c in reversed(captured.program.chunks)}
@@ -67,8 +80,8 @@ def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
 
 
 class _Shared:
-    def __init__(self, captured: Captured, asked: tuple[Sharding, ...]) -> None:
-        self._captured, self._asked = captured, asked
+    def __init__(self, captured: Captured, asked: tuple[Sharding, ...], experts: ExpertChunks | None = None) -> None:
+        self._captured, self._asked, self._experts = captured, asked, experts
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
         self._ties = Ties(captured.program, self._layouts)
@@ -79,8 +92,9 @@ class _Shared:
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
         params = self._params(program.params, chunks)
-        axes = tuple(axis for s in self._asked for axis in s.axes)
-        made = replace(program, chunks=chunks, params=params, axes=axes, variants=())
+        axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
+        along = tuple(axis for s in self._asked if s.experts for axis in s.axes)
+        made = replace(program, chunks=chunks, params=params, axes=axes, experts=along, variants=())
         return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
 
     def _check_opaque(self) -> None:
@@ -91,23 +105,40 @@ class _Shared:
                     'leave the region out (piper.tag without opaque=True), or use stream=""'
                 )
 
+    def _asked_of(self, chunk: Chunk) -> tuple[Sharding, ...]:
+        """Return how a chunk is to be shared: one that autograd runs as it is, not at all."""
+        if chunk.opaque:
+            return ()
+        return tuple(s for s in self._asked if not s.experts or (self._experts is not None and self._experts.computes(chunk)))
+
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
-        return self._captured.code.shared(chunk.code, self._asked, agreed, self._params_of[chunk.code])
+        store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
+        if self._experts is not None and (dispatch := self._experts.dispatch(chunk)).changes:
+            code = store.dispatched(code, dispatch)
+        return store.shared(code, asked, agreed, self._params_of[chunk.code]) if asked else code
 
     def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | None:
-        """Return how a chunk is shared; None for one that autograd runs as it is, which every device computes whole."""
-        return None if chunk.opaque else self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
+        """Return how a chunk is shared; None for one that every device computes whole."""
+        if not self._asked_of(chunk):
+            return None
+        made = self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
+        if self._experts is not None and self._experts.computes(chunk):
+            self._experts.check(chunk, made)
+        return made
 
     def _chunk(self, chunk: Chunk) -> Chunk:
-        if chunk.opaque:
+        code = chunk.code if chunk.opaque else self._code(chunk, self._ties.agreed(chunk))
+        if code == chunk.code:
             return chunk
-        code = self._code(chunk, self._ties.agreed(chunk))
         body = self._bodies.get(code)
         if body is None:
             body = self._bodies[code] = self._body(chunk, code)
         inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
         outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
-        return replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code)
+        axis = self._experts.axis if self._experts is not None and self._experts.computes(chunk) else ""
+        if self._experts is not None and axis:
+            self._experts.check_steps(chunk, body)
+        return replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code, experts=axis)
 
     def _body(self, chunk: Chunk, code: str) -> Chunk:
         store = self._captured.code
@@ -128,8 +159,15 @@ class _Shared:
     def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
         """Return the parameters as a device has them."""
         layouts, summed = self._ties.layouts(), self._ties.summed()
+        rows = {s.over for s in self._asked if s.experts}  # along which all gradients are summed, because rows differ
         specs = {given.ref: given.spec for chunk in chunks for given in chunk.inputs if given.kind == "param"}
         return tuple(
-            replace(p, spec=specs[p.name], layout=layouts[p.name], summed=summed.get(p.name, ())) if p.name in specs else p
+            replace(p, spec=specs[p.name], layout=layouts[p.name], summed=_without(summed.get(p.name, ()), rows))
+            if p.name in specs
+            else p
             for p in params
         )
+
+
+def _without(axes: Sequence[str], some: Collection[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in some)

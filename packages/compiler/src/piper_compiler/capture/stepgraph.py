@@ -34,6 +34,8 @@ class Joint:
         mutated: inputs that are changed in place.
         constant_names: node that stands for a constant -> its key in `constants`.
         reduce: the dtype of gradient accumulators; None for that of their parameters.
+        exchanged_inputs: inputs that stand in the form in which devices exchange them with experts.
+        exchanged_outputs: likewise outputs.
     """
 
     graph: fx.Graph
@@ -46,6 +48,13 @@ class Joint:
     constant_names: Mapping[fx.Node, str]
     constants: Mapping[str, torch.Tensor]
     reduce: torch.dtype | None = None
+    exchanged_inputs: tuple[int, ...] = ()
+    exchanged_outputs: tuple[int, ...] = ()
+
+    @property
+    def exchanged(self) -> frozenset[fx.Node]:
+        """Return what stands in the form in which devices exchange it, so that its second dimension is not tokens."""
+        return frozenset((*(self.inputs[k] for k in self.exchanged_inputs), *(self.outputs[k] for k in self.exchanged_outputs)))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Define `shard`: let the devices of an axis share the work of each chunk (tensor, sequence and context parallelism).
+"""Define `shard`: let the devices of an axis share the work of each chunk, or the experts of a mixture.
 
     before  layer0.F@0 on ranks 0..1, each with all heads
     after   layer0.F@0 on ranks 0..1, each with half of the heads; inside of the step they add up what they have made
@@ -7,15 +7,26 @@ What is shared are indexes of the model: its heads, the hidden elements of its f
 embedding, output head and loss. They are found in the captured graph, and the parameters follow. An index whose size
 the devices cannot share evenly stays whole, and so does a parameter that two chunks cannot share alike. With
 index="tokens" each device computes its tokens of every op; around attention, which needs all of them, the devices
-exchange tokens for heads.
+exchange tokens for heads. (These are tensor, sequence and context parallelism.)
+
+With stream="rows" the devices share the experts of the selected chunks, and have rows of their own everywhere else
+(expert parallelism; GShard, arXiv 2006.16668). What passes between these chunks and the others is exchanged:
+
+    before  layer0.F@0 -> layer0_experts0.F@0 -> layer0.1.F@0, on each rank with its rows and all experts
+    after   layer0.F@0 -> AllToAll -> layer0_experts0.F@0 -> AllToAll -> layer0.1.F@0
+            the one in the middle with the rows of all ranks, and this rank's experts
 
 Legality
- 1. It stands before every other directive, and selects all chunks.
- 2. `over` is the name of an axis. (An axis of degree 1 is not an error.) `place` and `replicate` refuse the same axis.
- 3. `stream` is "" or "tokens", and `keep` is True or False.
+ 1. It stands before every other directive, and selects all chunks; with stream="rows" those that compute experts.
+ 2. `over` is the name of an axis. (An axis of degree 1 is not an error.) `place` refuses the same axis, and so does
+    `replicate`, which must name it where stream="rows".
+ 3. `stream` is "", "tokens" or "rows", and `keep` is True or False.
  4. The program is of a captured model: only its code can be rewritten.
- 5. Of several, each is over an axis of its own, and one at most shares the tokens, one at most anything else.
+ 5. Of several, each is over an axis of its own; one at most shares the tokens, one at most experts, one at most
+    anything else.
  6. `index` is a text, or a tuple of texts, and `attention` is "heads".
+ 7. `channel` and `sms` stand with stream="rows" alone: the name of a stream other than compute's, and a number from 0
+    or None. `index` names one index there, and `keep` is False.
 """
 
 from __future__ import annotations
@@ -26,11 +37,13 @@ from dataclasses import dataclass
 from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
-from piper_ir.layout import Sharding
+from piper_ir.graph_parts import TokenExchange
+from piper_ir.layout import ROWS, Sharding
 from piper_ir.mesh import AXES, Mesh, whole_axis
+from piper_ir.plan import COMPUTE
 from piper_ir.select import Where, where
 
-STREAMS = ("", "tokens")
+STREAMS = ("", "tokens", ROWS)
 TOKENS = "tokens"
 ATTENTION = ("heads",)
 
@@ -38,16 +51,19 @@ ATTENTION = ("heads",)
 @directive
 @dataclass(frozen=True)
 class Shard:
-    """Share the work of each chunk among the devices along `over`.
+    """Share the work of each chunk among the devices along `over`, or the experts of the selected ones.
 
     Attributes:
         over: the mesh axis.
         index: names of the indexes to share; all that can be shared where none is named.
         stream: "tokens" lets the devices share along its tokens what passes from layer to layer, too (sequence
-            parallelism; Korthikanti et al., arXiv 2205.05198).
+            parallelism; Korthikanti et al., arXiv 2205.05198). "rows" lets each have rows of its own, but for experts.
         keep: whether what the forward gathers for it is kept for the backward, and not gathered again.
         attention: how attention is computed where tokens are shared: "heads" exchanges tokens for heads around it
             (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509).
+        channel: name of the stream of the exchanges with experts (default: that of the axis).
+        sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for what its cluster says. Only
+            simulations read it.
         site: where the user wrote it.
     """
 
@@ -57,12 +73,17 @@ class Shard:
     stream: str = ""
     keep: bool = False
     attention: str = "heads"
+    channel: str = ""
+    sms: int | None = None
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
         self.check_form()
         if graph.log and not all(text.text.startswith("shard(") for text in graph.log):
             raise fail(self, 1, "another directive stands before it; write it first")
+        if self.experts:
+            self._check_experts(graph)
+            return
         chosen = sum(len(node.each) for node in compute_nodes(self, graph, self.selection))
         every = sum(len(node.each) for node in compute_nodes(self, graph, where()))
         if chosen != every:
@@ -77,7 +98,8 @@ class Shard:
         if not isinstance(self.over, str) or self.over not in AXES:
             raise fail(self, 2, f"over={self.over!r}; one of {', '.join(sorted(AXES))} is accepted")
         if not isinstance(self.stream, str) or self.stream not in STREAMS:
-            raise fail(self, 3, f'stream={self.stream!r}; "" or "tokens" is accepted')
+            raise fail(self, 3, f'stream={self.stream!r}; "", "tokens" or "rows" is accepted')
+        self._check_exchange()
         if type(self.keep) is not bool:
             raise fail(self, 3, f"keep={self.keep!r}; True or False is accepted")
         if not isinstance(self.index, str) and not (
@@ -87,6 +109,35 @@ class Shard:
         if not isinstance(self.attention, str) or self.attention not in ATTENTION:
             text = f'attention={self.attention!r}; "heads" is accepted: a ring, or gathered keys, are not there yet'
             raise fail(self, 6, text)
+
+    def _check_exchange(self) -> None:
+        if not isinstance(self.channel, str) or self.channel == COMPUTE:
+            raise fail(self, 7, f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted")
+        if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
+            raise fail(self, 7, f"sms={self.sms!r}; a number from 0, or None, is accepted")
+        if not self.experts:
+            if self.channel or self.sms is not None:
+                raise fail(self, 7, 'channel and sms are for the exchanges with experts: use stream="rows", or leave them out')
+            return
+        if self.context or len(self.names) != 1:
+            raise fail(self, 7, f'index={self.index!r}; with stream="rows" one index is named, such as "experts"')
+        if self.keep:
+            raise fail(self, 7, 'keep=True: nothing is gathered with stream="rows"; leave it out')
+
+    def _check_experts(self, graph: Graph) -> None:
+        """Raise DirectiveError where the program was not made for experts that devices share."""
+        if graph.mesh.size(self.over) == 1:
+            return
+        if dict(graph.program.experts).get(self.over) != graph.mesh.size(self.over):
+            raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
+        for node in compute_nodes(self, graph, self.selection):
+            if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
+                raise fail(self, 1, f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)")
+
+    @property
+    def experts(self) -> bool:
+        """Return whether it shares experts, and rows everywhere else."""
+        return self.stream == ROWS
 
     @property
     def context(self) -> bool:
@@ -100,8 +151,17 @@ class Shard:
             return ()
         return (self.index,) if isinstance(self.index, str) else self.index
 
+    def sharding(self, mesh: Mesh) -> Sharding:
+        """Return what it asks for on a mesh."""
+        selection = self.selection if self.experts else None
+        return Sharding(self.over, mesh.size(self.over), self.names, self.stream, self.keep, (), self.context, selection)
+
     def apply(self, graph: Graph) -> Graph:
-        return graph
+        if not self.experts or graph.mesh.size(self.over) == 1:
+            return graph
+        edit = graph.edit()
+        edit.exchanges[self.over] = TokenExchange(self.channel or self.over, self.sms)
+        return edit.done()
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
@@ -116,10 +176,10 @@ def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding,
     wide = [d for d in asked if mesh.size(d.over) > 1]
     for number, item in enumerate(wide):
         for before in wide[:number]:
-            if before.over == item.over or before.context == item.context:
+            if before.over == item.over or (before.context, before.experts) == (item.context, item.experts):
                 text = f"{describe(before)} shares the same already, over {before.over}; keep one of the two"
                 raise fail(item, 5, text)
-    return tuple(Sharding(d.over, mesh.size(d.over), d.names, d.stream, d.keep, context=d.context) for d in wide)
+    return tuple(d.sharding(mesh) for d in wide)
 
 
 def shared_axes(graph: Graph, axes: Iterable[str]) -> str:

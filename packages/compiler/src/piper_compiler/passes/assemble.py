@@ -41,6 +41,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
         options.device,
         variants=tuple([c for c in chunks.values() if c.keep != KEEP_ALL]),
         shared=tuple(axis for axis, _ in program.axes),
+        experts=tuple(axis for axis, _ in program.experts),
     )
 
 

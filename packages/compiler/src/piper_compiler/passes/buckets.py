@@ -15,6 +15,7 @@ from piper_ir.graph import Coord, Editor, Replication
 from piper_ir.graph_parts import compute_id
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Param, Program
+from piper_ir.shards import Shards
 from piper_ir.sizes import ITEM_BYTES, bind
 
 ALIGN_BYTES = 256
@@ -67,6 +68,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
     made: list[tuple[_Kind, list[Param]]] = []
     for param, policy, stage in _by_completion(edit):
         roles = held[param.name]
+        policy = _of_experts(policy, edit.graph.program, param)
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over or param.summed)
         limit = policy.bucket_bytes if reduced else 2**62
@@ -104,6 +106,18 @@ def _check_whole(edit: Editor, optimizer: str) -> None:
 def _shared(policy: Replication) -> Replication:
     """Return a policy without the facts in which the parameters of a bucket may differ."""
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
+
+
+def _of_experts(policy: Replication, program: Program, param: Param) -> Replication:
+    """Return the policy of a parameter that only some of the replicas have, because they share experts."""
+    apart = {part.axis for part in param.layout} & set(dict(program.experts))
+    if not apart:
+        return policy
+    over, params, grads, optim = (
+        tuple(a for a in axes if a not in apart)
+        for axes in (policy.over, policy.shard.params, policy.shard.grads, policy.shard.optim)
+    )
+    return replace(policy, over=over, shard=Shards(params, grads, optim))
 
 
 def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from piper_compiler.directives.split import split_all
 from piper_compiler.passes.buckets import make_buckets
+from piper_compiler.passes.moves import check_exchanges, exchange
 from piper_compiler.request import Training
 from piper_ir.errors import CompileError
 from piper_ir.expert_tokens import counts_tokens
@@ -29,10 +30,11 @@ def complete(graph: Graph, training: Training) -> Graph:
     if not graph.microbatches:
         graph = split_all(graph, 1)
     graph = _place_rest(graph)
+    check_exchanges(graph)
     _check_axes(graph)
     _check_buffers(graph)
     _check_orders(graph)
-    edit = graph.edit()
+    edit = exchange(graph).edit()
     make_buckets(edit, training)
     _meet_inside(edit)
     _share(edit)
@@ -289,25 +291,31 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
 
 def _shared_along(edit: Editor) -> tuple[str, ...]:
     """Return the axes along which ranks share buckets; raise CompileError where they are not the same for all."""
-    along = {b.shard.optim: b for b in edit.buckets.values() if b.shard.optim}
+    apart = set(dict(edit.graph.program.experts))  # whose ranks have different experts, of which none is shared
+    along = {tuple(a for a in b.shard.optim if a not in apart): b for b in edit.buckets.values() if b.shard.optim}
     if len(along) > 1:
         some = " and ".join(f"{', '.join(b.params[:1])} along {', '.join(axes)}" for axes, b in list(along.items())[:2])
         raise CompileError(
             f"ranks share the states of {some}, and clip_norm needs a norm that is summed along the same axes for all; let "
             "replicate share along the same axes everywhere, or leave clip_norm out"
         )
-    return next(iter(along), ())
+    return tuple({axis: None for b in edit.buckets.values() for axis in b.shard.optim})
 
 
 def _gradient_norm(edit: Editor) -> dict[str, str]:
     """Return by role the value with the squared norm of the whole gradient.
 
     A bucket counts once, on the first role that holds it. Replicas hold equal gradients after their reductions, so the
-    sum is over roles at each data-parallel coordinate, and over the ranks that share buckets or the work of chunks.
+    sum is over roles at each data-parallel coordinate, and over the ranks that share buckets, the work of chunks or
+    experts.
     """
     wide = any(b.reduce_dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
-    over = tuple(a for a in edit.graph.mesh.axes if a in {*_shared_along(edit), *dict(edit.graph.program.axes)})
+    over = tuple(
+        a
+        for a in edit.graph.mesh.axes
+        if a in {*_shared_along(edit), *dict(edit.graph.program.axes), *dict(edit.graph.program.experts)}
+    )
     local = {}
     for role in edit.roles:
         owned = tuple(b.id for b in edit.buckets.values() if b.roles[0] == role)

@@ -6,11 +6,11 @@ waits for what its backward waits for, by data and by order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from piper_ir.graph import At, Graph
 from piper_ir.graph_parts import compute_id
-from piper_ir.ops import Compute
+from piper_ir.ops import Collective, Compute
 
 
 def late_recomputation(graph: Graph) -> dict[str, list[str]]:
@@ -32,11 +32,19 @@ def _last_of_group(graph: Graph, chunk: str) -> str:
     """Return the last of the chunks that are made again one from another, beginning with this one."""
     while True:
         made = {v for node in graph.families.get(compute_id(chunk, "R"), ()) for v in node.writes}
-        readers = {str(node.coords["chunk"]) for v in made for id in graph.users.get(v, ()) for node in graph.families[id]}
-        last = max([chunk, *readers], key=graph.chunk_index.__getitem__)
+        last = max([chunk, *_readers(graph, made)], key=graph.chunk_index.__getitem__)
         if last == chunk:
             return chunk
         chunk = last
+
+
+def _readers(graph: Graph, values: Iterable[str]) -> Iterator[str]:
+    """Yield the chunks that read some values, also after an exchange."""
+    for node in (node for v in values for id in graph.users.get(v, ()) for node in graph.families[id]):
+        if isinstance(node.op, Collective):
+            yield from _readers(graph, node.writes)
+        else:
+            yield str(node.coords["chunk"])
 
 
 def ordered_late(graph: Graph, late: Mapping[str, list[str]]) -> Mapping[tuple[At, At], int]:

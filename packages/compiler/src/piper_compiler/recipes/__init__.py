@@ -8,6 +8,7 @@ from piper_compiler.actions import Action
 from piper_compiler.recipes.basic import (
     context_parallel,
     data_parallel,
+    expert_parallel,
     gpipe,
     one_f_one_b,
     pipeline,
@@ -32,6 +33,7 @@ __all__ = [
     "data_parallel",
     "dualpipe",
     "dualpipe_v",
+    "expert_parallel",
     "from_csv",
     "gpipe",
     "interleaved",

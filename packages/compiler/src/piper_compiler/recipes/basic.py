@@ -9,7 +9,7 @@ from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
 from piper_ir.errors import DirectiveError
 from piper_ir.ops import KEEP_ALL
-from piper_ir.select import Where, where
+from piper_ir.select import ANY, Where, where
 
 
 @recipe(
@@ -106,6 +106,17 @@ def context_parallel() -> tuple[Directive, ...]:
     recipes written after it.
     """
     return (shard(where(), over="cp", index="tokens"),)
+
+
+def expert_parallel(*, over: str = "ep", channel: str = "", sms: int | None = None) -> tuple[Directive, ...]:
+    """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
+
+    Experts are what regions with the coordinate `experts` compute; tokens go to them and back on the stream `channel`
+    (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: everything but
+    the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. It is written before the
+    recipes of pipelines, and composes with `tensor_parallel`.
+    """
+    return (shard(where(experts=ANY), over=over, index="experts", stream="rows", channel=channel, sms=sms),)
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:

@@ -51,6 +51,11 @@ class _Meeting:
         """Return its name in messages, the same for meetings of the same kind on the same."""
         return f"{law_of(self.kind).name} of {_origin_name(self.given)}"
 
+    @property
+    def of_experts(self) -> bool:
+        """Return whether it brings tokens to experts, or back."""
+        return self.kind == "all_to_all" and self.channel.purpose == "expert"
+
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
@@ -184,14 +189,19 @@ class _Dataflow:
 
     def _ask(self, chunk: Chunk, port: str) -> _Asked:
         if port.startswith("tan"):
-            return _Asked(port, frozenset(self._tangents[chunk.id, port]))
+            return _Asked(port, frozenset(self._term(chunk, *term) for term in self._tangents[chunk.id, port]))
         if not port.startswith("in"):
             return _Asked(port, frozenset([(chunk.id, port)]))
         entry = chunk.inputs[int(port[2:])]
         if entry.kind == "batch":
             return _Asked(port, frozenset([("", entry.ref)]))
         source, _, output = entry.ref.rpartition(":")
-        return _Asked(port, frozenset([(source, output)]))
+        return _Asked(port, frozenset([self._term(chunk, source, output)]))
+
+    def _term(self, reader: Chunk, source: str, port: str) -> Term:
+        """Return what a chunk reads of another: exchanged where one of the two alone is of experts."""
+        axes = {reader.experts, self._plan.chunk(source).experts if source else reader.experts}
+        return (source, port) if len(axes) == 1 else _exchanged((source, port), axes - {""})
 
     def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
         reads = list(part.reads)
@@ -219,6 +229,12 @@ class _Dataflow:
         wanted = Counter({(((last, port), mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
         if opened != wanted:
             yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(opened, wanted)}"
+
+
+def _exchanged(term: Term, axes: Iterable[str]) -> Term:
+    """Return what a term is after an exchange with the experts along an axis."""
+    chunk, port = term
+    return chunk, f"{port} exchanged along {', '.join(sorted(axes))}"
 
 
 def _counted(bucket: str, once: frozenset[str]) -> Atom:
@@ -261,6 +277,8 @@ def _open(origin: _Origin) -> Opened:
         term, over = todo.pop()
         if isinstance(term, _Sum):
             todo += [(t, over.union(term.over)) for t in term.terms]
+        elif isinstance(term, _Blocks) and isinstance(atom := term.meeting.given, tuple) and term.meeting.of_experts:
+            opened[(_exchanged(atom[0], term.meeting.channel.over), atom[1]), over] += 1
         elif isinstance(term, _Blocks):
             opened[(("", f"blocks of {term.meeting.name}"), -1), over] += 1
         else:

@@ -1,13 +1,13 @@
 """Check rule R33: what F does not keep for I and W is made again by R, once, from what F read.
 
-R may read an output that R of another chunk has made again; R27 says that it is the right one.
+R may read an output that R of another chunk has made again, also after an exchange; R27 says that it is the right one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from piper_ir.ops import Compute
+from piper_ir.ops import Collective, Compute
 from piper_ir.part_memory import value_ports
 from piper_ir.plan import Part, Plan, RolePlan
 from piper_ir.program import Chunk
@@ -34,6 +34,7 @@ def check_recomputation(findings: Findings) -> None:
                 forwards[op.chunk, part.mb] = role, index, part
             elif op.step == "R":
                 again.update(part.writes)
+        again |= {v for part in _exchanges(plan) if part.reads[0] in again for v in part.writes}
         for role, index, part in _computing(plan):
             _check_part(findings, (role, index, part), forwards, again)
 
@@ -67,6 +68,11 @@ def _computing(plan: Plan) -> Iterator[_Placed]:
         for part in instr.parts:
             if isinstance(part.op, Compute):
                 yield role, index, part
+
+
+def _exchanges(plan: Plan) -> Iterator[Part]:
+    for _, _, instr in plan.instructions():
+        yield from (part for part in instr.parts if isinstance(part.op, Collective) and part.reads and part.mb >= 0)
 
 
 def _check_part(findings: Findings, placed: _Placed, forwards: Mapping[tuple[str, int], _Placed], again: Collection[str]) -> None:

@@ -42,7 +42,8 @@ RULES: dict[str, str] = {
     "R24-reduction": "a bucket that several ranks hold is all-reduced once per step on each, after its last accumulation",
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
     "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
-    "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch; a tangent sums its consumers' gradients",
+    "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch, exchanged once between experts and the "
+    "rest; a tangent sums its consumers' gradients",
     "R30-shards": "ranks share a bucket's states along axes of its replication, in equal parts of whole 256 bytes; each role has "
     "channels among just the sharers",
     "R31-gathered": "who reads a parameter that ranks share holds a value gathered from its bucket, or follows its gather",
@@ -55,6 +56,8 @@ RULES: dict[str, str] = {
     "and those of a bucket along the same, with gradients that are terms of a sum along the same",
     "R36-inside": "steps meet along axes of sharers, on a channel of their role that joins just the ranks there; a forward that "
     "reads parts meets along their axes, and equal code in the same way",
+    "R37-experts": "devices with different experts have rows of their own; chunks of experts alone have parts of parameters "
+    "there, and tokens go to them and back by an all-to-all among just those devices of a role",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

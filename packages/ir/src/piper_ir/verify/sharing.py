@@ -49,9 +49,10 @@ def _axis_problem(plan: Plan, axis: str) -> str:
 
 def _param_problems(plan: Plan, param: Param) -> Iterator[str]:
     axes = [part.axis for part in param.layout]
-    for what, named in (("is in parts", axes), ("has gradients that are terms", list(param.summed))):
-        if odd := [a for a in named if a not in plan.shared or named.count(a) > 1]:
-            yield f"{what} along {', '.join(odd)}; devices share chunks along {', '.join(plan.shared) or 'no axis'}, each once"
+    apart = (*plan.shared, *plan.experts)
+    for what, named, known in (("is in parts", axes, apart), ("has gradients that are terms", list(param.summed), plan.shared)):
+        if odd := [a for a in named if a not in known or named.count(a) > 1]:
+            yield f"{what} along {', '.join(odd)}; devices share chunks along {', '.join(known) or 'no axis'}, each once"
     if both := sorted(set(axes) & set(param.summed)):
         yield f"is in parts along {', '.join(both)}, and gradients of parts are no terms of a sum there"
     shape = param.spec.shape
@@ -84,7 +85,7 @@ def _step_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterat
         read = [chunk.inputs[int(p[2:])] for p in sig_f.reads if p.startswith("in")]
         parts = {part.axis for i in read if i.kind == "param" for part in params[i.ref].layout}
         met = {a for one in sig_f.collectives for a in plan.mesh.along(one.axis)}
-        if alone := sorted(parts - met):
+        if alone := sorted(parts - met - set(plan.experts)):
             yield f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges nothing along it"
 
 

@@ -161,7 +161,7 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
     """Return the fault, if any, of a bucket's channel, which must join just the ranks that keep the same of it."""
     for name in bucket.roles:
         open_axes = [a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed]
-        missing = [a for a in open_axes if a not in bucket.over]
+        missing = [a for a in open_axes if a not in bucket.over and not (a in plan.experts and a in bucket.parts)]
         if missing:
             return f"role {name} is replicated along {', '.join(missing)}, the bucket along {', '.join(bucket.over) or 'nothing'}"
     summed = {a for p in plan.params if p.name in bucket.params for a in p.summed}
@@ -171,6 +171,8 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
     if alone:
         along = ", ".join(plan.replicated) or "none"
         return f"it adds gradients along {', '.join(alone)}, and rows are shared out along {along}"
+    if mixed := [a for a in bucket.over if a in bucket.parts]:
+        return f"it adds gradients along {', '.join(mixed)}, where each rank has another part of its parameters"
     over = tuple(a for a in bucket.over if a not in bucket.shard.optim)
     several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in over)
     if not bucket.channel:

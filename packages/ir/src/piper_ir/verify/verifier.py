@@ -13,6 +13,7 @@ from piper_ir.plan import Plan
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.chunks import check_chunks
 from piper_ir.verify.dataflow import check_dataflow
+from piper_ir.verify.experts import check_experts
 from piper_ir.verify.form import check_instructions, check_tables
 from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.recomputation import check_recomputation
@@ -54,9 +55,10 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def _check_form(findings: Findings) -> None:
-    """Check R03 to R10 and R34 to R36 where tables hold."""
+    """Check R03 to R10 and R34 to R37 where tables hold."""
     check_chunks(findings)
     check_sharing(findings)
+    check_experts(findings)
     check_instructions(findings)
 
 

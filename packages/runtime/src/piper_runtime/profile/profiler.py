@@ -289,8 +289,8 @@ def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | Non
         for v in instr.frees_before:
             yield None, partial(bound.store.values.pop, v)
         for part in instr.parts:
-            if isinstance(part.op, COMM):  # with itself alone
-                yield None, partial(bind_operand(part, bound))
+            if isinstance(part.op, COMM):
+                yield None, _with_itself(part, bound)
                 continue
             # The first load of a microbatch calls it.
             calls = isinstance(part.op, Load) and part.mb not in loaded
@@ -298,6 +298,18 @@ def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | Non
             yield batch if calls else _key(part, bound, traffic), bind_part(part, bound)
         for v in instr.allocs_after:
             yield None, bind_alloc(v, bound)
+
+
+def _with_itself(part: Part, bound: Rank) -> Thunk:
+    """Return what a rank does for a communication, without others: it gets what it gives, if that is of one size."""
+    operand, values = bind_operand(part, bound), bound.store.values
+
+    def run() -> None:
+        given = operand()
+        if part.reads and part.writes and values[part.writes[0]].shape == given.shape:
+            values[part.writes[0]].copy_(given)
+
+    return run
 
 
 def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:

@@ -13,11 +13,22 @@ from math import prod
 from torch import fx
 
 from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
-from piper_compiler.capture.layouts.choice import SharedChunk, common_degrees, share, shareable, split_degrees, steps_of, uneven
+from piper_compiler.capture.layouts.choice import (
+    SharedChunk,
+    common_degrees,
+    experts_of,
+    share,
+    shareable,
+    split_degrees,
+    steps_of,
+    taken_apart,
+    uneven,
+)
 from piper_compiler.capture.layouts.decide import Decision, decided
+from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
-from piper_compiler.capture.layouts.names import AskedIndexes, ParamNames
-from piper_compiler.capture.layouts.reasons import title
+from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
+from piper_compiler.capture.layouts.reasons import title, wants_whole
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.layout import Sharding
 
@@ -25,17 +36,22 @@ __all__ = [
     "Agreed",
     "AskedIndexes",
     "NamedIndexes",
+    "Nested",
     "Parted",
     "Sharded",
     "check_asked",
     "common_degrees",
+    "experts_of",
+    "key_of",
     "parted",
     "shareable",
     "shared_joint",
     "split_degrees",
     "steps_of",
+    "taken_apart",
     "title",
     "uneven",
+    "wants_whole",
 ]
 
 

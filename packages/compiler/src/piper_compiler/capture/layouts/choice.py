@@ -160,6 +160,9 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
             inside = tuple(nest for nest in heads if steps_of(nest, tensor * one.degree) is not None)
             claims.append(_Claim(one, (), stream, inside))
             continue
+        if one.experts:
+            claims.append(_Claim(one, experts_of(joint, first, one, params, kept)))
+            continue
         wanted = AskedIndexes(one.index, params).among(joint, first, nests)
         fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
         others += [(n, one.degree) for n in wanted if n not in fitting]
@@ -167,6 +170,27 @@ def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], para
     chosen = _Chosen(joint, first, tuple(claims), tuple(others))
     _check_tokens(chosen)
     return chosen
+
+
+def experts_of(
+    joint: Joint, indexes: Indexed, asked: Sharding, params: ParamNames, kept: Collection[int] = ()
+) -> tuple[Nested, ...]:
+    """Return the experts of a chunk, whose weights have them and which what crosses between chunks may have, too.
+
+    The inputs `kept` are to stay whole.
+    """
+    whole = {i for op in indexes.ops.values() for i in op.whole}
+    whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
+    wanted = AskedIndexes(asked.index, params)
+    named = {i for name in asked.index for i in wanted.named(joint, indexes, name)}
+    found = {
+        run
+        for k, node in enumerate(joint.inputs)
+        if joint.kinds[k] == "param"
+        for dim in indexes.tensors[node, 0]
+        for run in _runs(dim, lambda i: i in named and i not in whole)
+    }
+    return tuple(sorted(found, key=lambda run: run[0].number))
 
 
 def _check_tokens(chosen: _Chosen) -> None:
@@ -203,11 +227,11 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
     axes = []
     for number, claim in enumerate(chosen.claims):
         for k, (name, size) in enumerate(claim.asked.axes):
-            found = [
+            weights, stream, inside = (
                 frozenset(_found(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
-            ]
-            axes.append(SharedAxis(name, size, *found))
+            )
+            axes.append(SharedAxis(name, size, weights, stream, inside, claim.asked.experts))
     unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
     return SharedChunk(chosen.joint, cut, tuple(axes), unshared)
 
@@ -235,13 +259,13 @@ def _size(indexes: Indexed, at: tuple[TensorKey, int]) -> int:
 
 
 def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
-    seen: set[Nested] = set()
+    seen, exchanged = set[Nested](), joint.exchanged
     for k, node in enumerate(joint.inputs):
-        if joint.kinds[k] in ("value", "batch") and len(indexes.tensors[node, 0]) > TOKENS:
+        if joint.kinds[k] in ("value", "batch") and node not in exchanged and len(indexes.tensors[node, 0]) > TOKENS:
             seen.add(indexes.tensors[node, 0][TOKENS])
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]
-        if len(dims) > TOKENS:
+        if node not in exchanged and len(dims) > TOKENS:
             seen.add(dims[TOKENS])
     yield from sorted((n for n in seen if n), key=lambda n: n[0].number)
 

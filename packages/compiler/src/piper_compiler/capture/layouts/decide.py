@@ -44,6 +44,7 @@ class SharedAxis:
         weights: the indexes that parameters are in parts of.
         stream: the indexes that what crosses between layers is in parts of; empty where it is whole.
         inside: the indexes of ops that cannot be computed in parts of the stream; their results go back into it.
+        experts: whether what crosses between chunks is in parts of `weights`, and devices share no more than that.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SharedAxis:
     weights: frozenset[LoopIndex]
     stream: frozenset[LoopIndex] = frozenset()
     inside: frozenset[LoopIndex] = frozenset()
+    experts: bool = False
 
 
 @dataclass
@@ -98,6 +100,7 @@ class _Pass:
         self.decision = Decision(settled=dict(settled))
         self.new: dict[TensorKey, Along] = {}
         self._joint, self._indexes, self._axis, self._terms = joint, indexes, axis, terms
+        self._exchanged = joint.exchanged
         self._params = {n: k for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param"}
         self._asked: dict[TensorKey, LoopIndex] = {}
         self._gradients = {key_of(n) for k, n in joint.grads.items() if joint.kinds[k] == "param"}
@@ -140,7 +143,14 @@ class _Pass:
                 self._ask(argument, index)
 
     def _boundary(self, node: fx.Node) -> Along:
-        """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike."""
+        """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike.
+
+        What experts take and give is in parts of their index.
+        """
+        if self._axis.experts:
+            return self._first(self._axis.weights, node)
+        if node in self._exchanged:
+            return None
         dims = self._indexes.tensors[key_of(node)]
         return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
 

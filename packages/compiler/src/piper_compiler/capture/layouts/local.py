@@ -164,11 +164,16 @@ class _Builder:
     def _emitted(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> list[fx.Node | None]:
         """Add an op, and return the nodes of those of its results that are used."""
         made = self._emit.op(node, op.call.op, named)
-        made.meta[SHARED] = prod([a.degree for a, how in zip(self._axes, self._lying((node, 0)), strict=True) if how is not None])
+        made.meta[SHARED] = self._shared_by((node, 0))
         if not isinstance(node.meta["val"], list | tuple):
             return [made]
         used = {u.args[1] for u in node.users if u.target is operator.getitem}
         return [self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))]
+
+    def _shared_by(self, key: TensorKey) -> int:
+        """Return among how many devices the work on a tensor is shared; those with rows of their own share none."""
+        lying = zip(self._axes, self._lying(key), strict=True)
+        return prod([axis.degree for axis, how in lying if how is not None and not axis.experts])
 
     def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
         """Add the ops that compute an op in parts, if others do: return the nodes of its results."""

@@ -13,6 +13,7 @@ import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, key_of
 from piper_compiler.capture.stepgraph import Joint
+from piper_ir.layout import EXPERTS
 
 Nested = tuple[LoopIndex, ...]
 """The indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""
@@ -23,6 +24,8 @@ Spots = Mapping[LoopIndex, Sequence[tuple[int, int]]]
 aten = torch.ops.aten
 piper = torch.ops.piper
 PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
+FORM = ("", "rows", "places", "width")
+"""The names of the dimensions of tokens in the form in which devices exchange them; experts stand first."""
 STACKED = 3
 """The dimensions of a weight that holds one matrix for each of several experts."""
 
@@ -43,6 +46,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Loop
     found: dict[LoopIndex, str] = {}
     for name, index in (
         *_of_ops(joint, indexes),
+        *_of_stacks(indexes, spots),
         *_of_values(joint, indexes),
         *_of_products(indexes, spots),
         *_of_params(indexes, spots, params),
@@ -89,11 +93,13 @@ def _of_attention(op: OpIndexes) -> Iterator[tuple[str, LoopIndex]]:
 def _of_values(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
     """Yield the indexes of values, those with the most dimensions first: a table of positions has no rows."""
     values = [n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")]
+    exchanged = {key_of(node)[0] for node in joint.exchanged}
     keys = [k for k in map(key_of, (*values, *joint.outputs)) if k in indexes.tensors]
     for key in sorted(keys, key=lambda k: -len(indexes.tensors[k])):
         dims = indexes.tensors[key]
-        for name, dim in zip(_stream(dims, real=_is_real(key[0])), dims, strict=False):
-            yield from ((name, index) for index in dim)
+        names = FORM if key[0] in exchanged else _stream(dims, real=_is_real(key[0]))
+        for name, dim in zip(names, dims, strict=False):
+            yield from ((name, index) for index in dim if name)
 
 
 def _stream(dims: Sequence[Nested], *, real: bool) -> tuple[str, ...]:
@@ -111,11 +117,21 @@ def _of_products(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopInde
     """Yield what products are made for one by one, if parameters have it."""
     for op in indexes.ops.values():
         if op.call.op in PRODUCTS:
-            leading = [i for i in op.results[0][0] if i in spots]
-            stacks = {i for key, dims in zip(op.keys, op.tensors, strict=True) if _is_weight(key[0]) for i in dims[0]}
-            yield from (("experts", i) for i in leading if i in stacks)
-            heads = [i for i in leading if i not in stacks]
+            stacks = _stacked(op)
+            heads = [i for i in op.results[0][0] if i in spots and i not in stacks]
             yield from zip(("heads", *("groups" for _ in heads)), heads, strict=False)
+
+
+def _of_stacks(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopIndex]]:
+    """Yield the experts: what stacks of weights have first, and products are made for one by one."""
+    for op in indexes.ops.values():
+        if op.call.op in PRODUCTS:
+            stacks = _stacked(op)
+            yield from ((EXPERTS, i) for i in op.results[0][0] if i in spots and i in stacks)
+
+
+def _stacked(op: OpIndexes) -> set[LoopIndex]:
+    return {i for key, dims in zip(op.keys, op.tensors, strict=True) if _is_weight(key[0]) for i in dims[0]}
 
 
 def _is_weight(node: fx.Node) -> bool:

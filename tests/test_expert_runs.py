@@ -1,0 +1,126 @@
+"""What stands around training with shared experts: saved states, bits, simulated, emulated and measured times, tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import piper
+from piper import Mesh, Strategy, recipes
+from piper.api.emulation import emulate
+from piper.api.verification import verify_strategy
+from piper.views.explain import explain
+from piper_ir.codec import dumps, loads
+from piper_ir.graph import Graph
+from piper_ir.plan import Plan
+from piper_ir.text import format_plan, parse_plan
+from piper_runtime import Checkpoints
+from piper_runtime.launch.processes import Pool
+from piper_simulator import load_cluster, simulate
+from piper_simulator.durations.communication import duration, rank_group
+from piper_simulator.metrics import executed_flops, model_flops, repeated_share
+from tests import parity, shared_jobs
+from tests.test_expert_parallel import compiled, rows
+
+H100 = load_cluster("h100x8")
+LENGTH = shared_jobs.SIZES["experts"].length
+
+
+@cache
+def pair(ep: int) -> Any:
+    """A mixture on two devices that share experts, or do not."""
+    return piper.compile(shared_jobs.job("experts"), Strategy(Mesh(ep=ep, dp=2 // ep), [recipes.expert_parallel(), rows()]))
+
+
+def test_gradients_of_experts_are_those_of_one_device_to_the_bit() -> None:
+    """Rows come in the order of one device. Other gradients are sums over devices, and so differ in the last bits."""
+    job = replace(shared_jobs.job("experts"), clip_norm=None)
+    runs = [
+        piper.execute(piper.compile(job, Strategy(mesh, directives)), steps=1, launcher="inline", gradients=True)
+        for mesh, directives in ((Mesh(), []), (Mesh(ep=4), [recipes.expert_parallel(), rows()]))
+    ]
+    one, four = (run.gradients[0] for run in runs)
+    same = {name for name in one if torch.equal(one[name], four[name])}
+    assert same >= {name for name in one if name.endswith((".gate", ".up", ".down"))}
+    assert same < set(one)
+
+
+def test_a_checkpoint_is_of_whole_experts(tmp_path: Path) -> None:
+    saved = compiled(Mesh(ep=2, dp=2), [rows(zero=1)])
+    shared_jobs.run(saved, steps=2, checkpoint=Checkpoints(tmp_path, every=2))
+    alone = piper.compile(shared_jobs.job("experts"), Strategy(Mesh(), []))
+    for made in (saved, compiled(Mesh(ep=4), [rows(zero=3)]), alone):
+        found = shared_jobs.run(made, steps=1, resume=tmp_path / "step-00000002")
+        whole = shared_jobs.expected("experts", made.plan.replicas, 1, made.plan.chunks[-1].id)
+        parity.assert_parity(found, replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:]))
+
+
+def test_seeded_weights_are_those_of_one_device() -> None:
+    job = replace(shared_jobs.job("experts"), init="seeded", seed=5)
+    strategy = Strategy(Mesh(ep=2), [*recipes.expert_parallel(), *rows()])
+    assert verify_strategy(job, strategy).equal
+
+
+def test_plans_and_graphs_are_written_and_read() -> None:
+    made = compiled(Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()])
+    text = format_plan(made.plan)
+    assert "AllToAll" in text and parse_plan(text).key == made.plan.key == loads(Plan, dumps(made.plan)).key
+    assert loads(Graph, dumps(made.graph)).exchanges == made.graph.exchanges
+
+
+def test_explain_says_what_is_exchanged() -> None:
+    said = explain(compiled(Mesh(ep=2), [rows()]))
+    assert "ep.all.ep                group all over ep: tokens to experts and back" in said
+    assert "experts 4  shared by 2; gate, up, down :0" in said
+    assert "tokens of 2 devices along ep come and go by AllToAll: 10 KiB in, 10 KiB out, and gradients" in said
+
+
+def test_each_device_computes_as_much_as_without() -> None:
+    """Half of the experts for twice the rows; and so it is in utilisations, where a token visits as many experts."""
+    shared, alone = pair(2).plan, pair(1).plan
+    assert executed_flops(shared) == pytest.approx(executed_flops(alone), rel=0.01)
+    assert model_flops(shared, LENGTH) == model_flops(alone, LENGTH)
+    assert repeated_share(shared) == 0.0
+
+
+def test_an_exchange_takes_as_long_as_an_all_to_all_of_its_bytes() -> None:
+    plan = pair(2).plan
+    trace = simulate(plan, H100, contention=False).trace
+    role = plan.roles[0]
+    spans = [s for s in trace.spans if s.rank == 0 and s.stream == "ep"]
+    nbytes = plan.values[role.program[spans[0].instr].parts[0].reads[0]].nbytes
+    expected = duration(H100, "all_to_all", nbytes, rank_group(H100, (0, 1))).seconds
+    assert len(spans) == 4 * shared_jobs.SIZES["experts"].layers
+    assert [s.end - s.start for s in spans] == pytest.approx([expected] * len(spans))
+
+
+def test_emulated_as_simulated(pool: Pool) -> None:
+    simulated = simulate(pair(2).plan, H100, contention=False).step_s
+    found = [abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1)]
+    while found[-1] > 0.04 and len(found) < 3:
+        found.append(abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1))
+    assert found[-1] <= 0.04, found
+
+
+def strategy(trial: Any) -> Strategy:
+    ep = trial.suggest_categorical("ep", [1, 2, 4])
+    return Strategy(Mesh(ep=ep, dp=4 // ep), [recipes.expert_parallel(), rows()])
+
+
+def test_the_tuner_tries_degrees() -> None:
+    study = piper.tune(shared_jobs.job("experts"), strategy, cluster="h100x4", trials=3, workers=1)
+    assert {dict(row.params)["ep"] for row in study.rows} == {1, 2, 4}
+
+
+@pytest.mark.long
+def test_every_step_of_chunks_of_experts_is_measured() -> None:
+    made = compiled(Mesh(ep=2), [rows()])
+    costs = piper.profile(made.job, made.strategy, repeats=2)
+    found = {(s.code, s.step) for s in costs.steps}
+    assert {(c.code, step) for c in made.plan.chunks for step, sig in c.steps.items() if not sig.empty} <= found
+    assert any(m.op == "all_to_all" for m in costs.comm)

@@ -1,0 +1,186 @@
+"""Experts of other models than the catalog's, and what devices cannot share of them: refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper import ANY, Mesh, Strategy, recipes, where
+from piper_ir.errors import CompileError, DirectiveError, PiperError, SelectorError
+from piper_runtime import Job
+from tests import compositions, parity
+
+E, C, W, H = 4, 2, 6, 10
+PAIR = Mesh(ep=2)
+ROWS = recipes.data_parallel(over=("dp", "ep"))
+STAGES = (piper.partition(stages=2), *(piper.place(where(stage=r), on=dict(ep=r)) for r in range(2)))
+"""A pipeline along the axis of experts."""
+
+
+class Mixture(nn.Module):
+    """Two layers, in which every fourth of a row's places goes to one expert; `kind` is what is special about the experts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+        self.out = nn.Linear(W, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        y: Tensor = self.out(x)
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = (nn.Parameter(torch.empty(s).normal_(std=0.3)) for s in ((E, W, H), (E, H, W)))
+        self.bias = nn.Parameter(torch.empty(H).normal_(std=0.3))
+        self.router = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        x = self.router(x)
+        if self.kind == "routes inside":
+            with piper.region(experts=0):
+                return self.computed(x.view(rows, E, C, W)).reshape(rows, E * C, W)
+        tokens = x.view(rows, E, C, W).transpose(0, 1 if self.kind == "experts first" else 0).contiguous()
+        with piper.region(experts=0):
+            tokens = tokens.transpose(0, 1 if self.kind == "experts first" else 0)
+            y = self.computed(tokens)
+        if self.kind == "used outside":
+            y = y + self.down.sum()
+        return y.reshape(rows, E * C, W)
+
+    def computed(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        stacked = x.transpose(0, 1).reshape(E, rows * C, W)
+        hidden = torch.bmm(stacked, self.up)
+        if self.kind == "bias":
+            hidden = hidden + self.bias
+        hidden = F.dropout(F.silu(hidden), 0.1 if self.kind == "dropout" else 0.0)
+        if self.kind == "softmax over experts":
+            hidden = hidden.softmax(0)
+        return torch.bmm(hidden, self.down).view(E, rows, C, W).transpose(0, 1)
+
+
+def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
+    made = [torch.randn(E * C, W + 1, generator=torch.Generator().manual_seed(100 * step + r)) for r in rows]
+    both = torch.stack(made)
+    return both[..., :W], both[..., W:]
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def job(kind: str) -> Job:
+    return Job(
+        functools.partial(Mixture, kind),
+        batch,
+        loss,
+        compositions.adamw,
+        global_batch=8,
+        precision=piper.Precision(params="float64"),
+        clip_norm=0.5,
+    )
+
+
+def compiled(kind: str, mesh: Mesh = PAIR, **shard: Any) -> Any:
+    given = dict(over="ep", index="experts", stream="rows") | shard
+    selection = given.pop("selection", where(experts=ANY))
+    return piper.compile(job(kind), Strategy(mesh, [piper.shard(selection, **given), ROWS]))
+
+
+@pytest.mark.parametrize("kind", ["", "experts first", "bias"])
+def test_experts_of_any_form_are_one_device(kind: str) -> None:
+    """With rows or experts first, and with a bias that all experts share: its gradient is a sum over them."""
+    made = compiled(kind, Mesh(ep=4, dp=2))
+    found = piper.execute(made, steps=2, launcher="inline", gradients=True)
+    expected = parity.reference(job(kind), replicas=8, microbatches=1, steps=2, head=made.plan.chunks[-1].id)
+    parity.assert_parity(found, expected)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
+    (lambda: compiled("", Mesh(ep=3)), DirectiveError, "experts of layer0_experts0: 3 devices cannot share 4 evenly; 2 can"),
+    (lambda: compiled("dropout"), DirectiveError, "layer0_experts0 draws random numbers"),
+    (lambda: compiled("routes inside"), DirectiveError, "passes between experts and the rest, and no dimension of it"),
+    (
+        lambda: compiled("used outside"),
+        DirectiveError,
+        "no device could have its own part of .*layers.0.down in layer0_experts0: chunks",
+    ),
+    (lambda: compiled("softmax over experts"), DirectiveError, "softmax .* wants all experts of layer0_experts0; leave it out"),
+    (lambda: compiled("", index="hidden"), DirectiveError, "passes between experts and the rest"),
+    (lambda: compiled("", index="width"), DirectiveError, "index is called 'width'|indexes are called 'width'"),
+    (lambda: compiled("", index=("experts", "hidden")), DirectiveError, "one index is named, .* condition 7"),
+    (lambda: compiled("", index=()), DirectiveError, "one index is named"),
+    (lambda: compiled("", keep=True), DirectiveError, "keep=True: nothing is gathered .* condition 7"),
+    (lambda: compiled("", channel="compute"), DirectiveError, "channel='compute'; the name of a stream other .* condition 7"),
+    (lambda: compiled("", sms=-1), DirectiveError, "sms=-1; a number from 0, or None"),
+    (lambda: compiled("", selection=where()), DirectiveError, "layer0 reads the batch, of which each device has its own rows"),
+    (lambda: compiled("", selection=where(layer=7)), DirectiveError, r"where\(layer=7\) selects no chunk; put the experts'"),
+    (lambda: piper.shard(where(), channel="x") and compiled("", stream="", channel="x"), DirectiveError, "channel and sms are"),
+    (
+        lambda: piper.compile(job(""), Strategy(PAIR, recipes.expert_parallel())),
+        CompileError,
+        r"name ep in replicate, too, as in replicate\(where\(\), over=\('ep',\)\)",
+    ),
+    (
+        lambda: piper.compile(job(""), Strategy(Mesh(ep=2, dp=2), [recipes.expert_parallel(), recipes.data_parallel()])),
+        CompileError,
+        r"replicate\(where\(\), over=\('dp', 'ep'\)\)",
+    ),
+    (
+        lambda: piper.compile(job(""), Strategy(PAIR, [recipes.expert_parallel(), *STAGES])),
+        CompileError,
+        r"name ep in replicate, too, as in replicate\(where\(\), over=\('ep',\)\)",
+    ),
+    (
+        lambda: piper.compile(compiled("").program, Strategy(Mesh(ep=4), [recipes.expert_parallel(), ROWS])),
+        DirectiveError,
+        "the program has no code that could be rewritten",
+    ),
+    (
+        lambda: piper.compile(compiled("").program, Strategy(PAIR, ROWS)),
+        CompileError,
+        "the program was made for devices that share experts over ep; compile its job, or keep shard",
+    ),
+    (
+        lambda: piper.compile(piper.synthetic(stages=2, F=1, I=1, W=1), Strategy(PAIR, [recipes.expert_parallel(), ROWS])),
+        DirectiveError,
+        "the program has no code that could be rewritten; compile a job, not a program .* condition 4",
+    ),
+    (
+        lambda: piper.compile(
+            job(""), Strategy(Mesh(ep=2, cp=2), [recipes.expert_parallel(), recipes.expert_parallel(over="cp"), ROWS])
+        ),
+        DirectiveError,
+        "shares the same already, over ep; keep one of the two .* condition 5",
+    ),
+    (
+        lambda: piper.compile(job(""), Strategy(Mesh(), [piper.order(where(experts=0), where(layer=1))])),
+        SelectorError,
+        "no coordinate 'experts'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("compiling", "error", "message"), REFUSED)
+def test_what_is_wrong_is_one_message(compiling: Callable[[], Any], error: type[PiperError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compiling()
+
+
+def test_an_axis_of_one_device_changes_nothing() -> None:
+    plain = piper.compile(job(""), Strategy(Mesh(dp=2), ROWS))
+    assert compiled("", Mesh(dp=2)).plan.key == plain.plan.key
