@@ -138,7 +138,7 @@ def _asked(sharding: Sharding) -> str:
     """Return an axis, or those into which it is split, with what its devices share."""
     axes = ", ".join(f"{name}={size}" for name, size in sharding.axes)
     shared = [] if sharding.context else list(sharding.index) or ["weights"]
-    return f"{axes} ({', '.join([*shared, *['tokens'] * bool(sharding.stream or sharding.context)])})"
+    return f"{axes} ({', '.join([*shared, *['tokens'] * (sharding.stream == 'tokens' or sharding.context)])})"
 
 
 def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
