@@ -270,7 +270,7 @@ def _without_rows(name: str, tensor: Tensor, asked: int) -> str:
 
 
 def own_loss(output: Any) -> Any:
-    """Return the loss that a model computes itself: its output, the first of several, or the one that is called `loss`."""
+    """Return the loss that a model computes itself: its output, the first of several, or the one called `loss`."""
     if isinstance(output, tuple | list):
         return output[0]
     if isinstance(output, dict) and "loss" in output:
