@@ -1,6 +1,7 @@
 # Every target works on a fresh clone with Python 3.11 or newer, pip, make and a C compiler; the first one installs into .venv.
 
 VENV := .venv
+SOURCES := src:packages/ir/src:packages/ops/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 PACKAGES := $(wildcard packages/*/pyproject.toml)
@@ -33,10 +34,11 @@ install: $(INSTALLED) ## create .venv with everything pinned (the other targets 
 run: $(INSTALLED) ## profile, tune, confirm and train a small GPT on two Ray workers; a report of it; go on after a kill
 	$(RUN)
 
-check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on the packages and src/piper
+check: $(INSTALLED) ## ruff (lint and format), mypy --strict on the packages and src/piper, mypy on examples as a user runs it
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	MYPYPATH=$(SOURCES) $(PY) -m mypy --config-file= --warn-unused-ignores --ignore-missing-imports examples tests/public_types.py
 
 test: $(INSTALLED) ## the test suite, without what is marked long or bench
 	$(PYTEST) --timeout=300 -m "not long and not bench" $(ARGS)

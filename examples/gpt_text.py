@@ -93,7 +93,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Weight decay for matrices only."""
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for _, p in named if p.ndim >= 2]},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]

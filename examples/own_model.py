@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper_ir.ops import Compute
+from piper_ir.ops import Collective, Compute, Recv, Send
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
 
@@ -28,10 +28,12 @@ class ConstantRates(piper.CostModel):
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
         if instr.comm:
             part = instr.parts[0]
+            assert isinstance(part.op, Send | Recv | Collective)
             nbytes = self.traffic.message_bytes(part.op, part)
             return piper.Work(nbytes / BYTES_PER_S, "formula", bytes=nbytes)
         steps = [part.op for part in instr.parts if isinstance(part.op, Compute)]
-        flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps)
+        # a part is one step: B is a part for I and one for W
+        flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps if op.step != "B")
         return piper.Work(flops / FLOPS_PER_S, "formula", flops=flops)
 
 

@@ -38,7 +38,9 @@ class Gated(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleList((nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32))) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        for left, right, down in self.layers:
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleList)
+            left, right, down = layer
             x = x + down(gate(left(x), right(x)))
         return x
 

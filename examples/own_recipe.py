@@ -5,6 +5,8 @@ piper show examples/own_recipe.py --recipe waves --pp 4 --microbatches 8; piper 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,8 @@ def waves(*, pp: int, microbatches: int, wave: int = 4):
     if wave < 1:
         raise piper.DirectiveError(f"waves(wave={wave}): a wave has at least one microbatch")
     starts = range(0, microbatches, wave)
-    steps = [(phase, i) for s in starts for phase in "FB" for i in range(s, min(s + wave, microbatches))]
+    phases: tuple[Literal["F", "B"], ...] = ("F", "B")
+    steps = [(phase, i) for s in starts for phase in phases for i in range(s, min(s + wave, microbatches))]
     action = piper.recipes.Action
     orders = [[(action(stage, *step),) for step in steps] for stage in range(pp)]  # a slot is one action, or an overlapped pair
     return piper.recipes.scheduled(orders, microbatches=microbatches)

@@ -7,7 +7,72 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names for editors and type checkers, which do not run `__getattr__`
+    from piper import models as models
+    from piper.api.compiling import Compiled as Compiled
+    from piper.api.compiling import compile as compile
+    from piper.api.costs_file import load_costs as load_costs
+    from piper.api.costs_file import save_costs as save_costs
+    from piper.api.execution import execute as execute
+    from piper.api.profiling import profile as profile
+    from piper.api.tuning import tune as tune
+    from piper_autotune import Study as Study
+    from piper_compiler import Strategy as Strategy
+    from piper_compiler import directive as directive
+    from piper_compiler import fail as fail
+    from piper_compiler import load_strategy as load_strategy
+    from piper_compiler import order as order
+    from piper_compiler import overlap as overlap
+    from piper_compiler import partition as partition
+    from piper_compiler import place as place
+    from piper_compiler import read_schedule_csv as read_schedule_csv
+    from piper_compiler import recipes as recipes
+    from piper_compiler import recompute as recompute
+    from piper_compiler import replicate as replicate
+    from piper_compiler import save_strategy as save_strategy
+    from piper_compiler import shard as shard
+    from piper_compiler import site_field as site_field
+    from piper_compiler import split as split
+    from piper_compiler import split_backward as split_backward
+    from piper_compiler import stream as stream
+    from piper_compiler import synthetic as synthetic
+    from piper_compiler import write_schedule_csv as write_schedule_csv
+    from piper_compiler.capture import region as region
+    from piper_compiler.capture import tag as tag
+    from piper_ir.costs import Costs as Costs
+    from piper_ir.costs import Duration as Duration
+    from piper_ir.errors import DirectiveError as DirectiveError
+    from piper_ir.errors import PiperError as PiperError
+    from piper_ir.mesh import Mesh as Mesh
+    from piper_ir.select import ANY as ANY
+    from piper_ir.select import NONE as NONE
+    from piper_ir.select import Where as Where
+    from piper_ir.select import where as where
+    from piper_ir.verify import verify as verify
+    from piper_ops import op_cost as op_cost
+    from piper_runtime import Checkpoints as Checkpoints
+    from piper_runtime import Job as Job
+    from piper_runtime import Precision as Precision
+    from piper_runtime import Run as Run
+    from piper_runtime.data import from_dataset as from_dataset
+    from piper_runtime.data import from_stream as from_stream
+    from piper_simulator import Cluster as Cluster
+    from piper_simulator import Comparison as Comparison
+    from piper_simulator import CostModel as CostModel
+    from piper_simulator import Device as Device
+    from piper_simulator import Links as Links
+    from piper_simulator import Network as Network
+    from piper_simulator import Simulation as Simulation
+    from piper_simulator import Why as Why
+    from piper_simulator import Work as Work
+    from piper_simulator import compare as compare
+    from piper_simulator import load_cluster as load_cluster
+    from piper_simulator import simulate as simulate
+    from piper_simulator import why as why
+
+    __version__: str
 
 _DISTRIBUTION = "piper-training"
 
@@ -84,7 +149,8 @@ _MODULES = ("models",)
 __all__ = sorted([*_HOME, *_MODULES])
 
 
-def __getattr__(name: str) -> Any:
+def _found(name: str) -> Any:
+    """Return a public name, imported on first use."""
     if name == "__version__":  # the one in VERSION, as it was installed
         return version(_DISTRIBUTION)
     if name in _MODULES:
@@ -95,6 +161,10 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # to which a misspelt name is then an error
+    __getattr__ = _found
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,8 @@ from piper_ir.graph import Graph
 from piper_ir.keywords import checked_call
 from piper_ir.plan import Plan
 from piper_ir.program import Program
+from piper_ir.sizes import bind
+from piper_ir.tools import Brief
 
 if TYPE_CHECKING:
     from piper_compiler.capture import Advancing, Captured, CodeStore, Layers
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from piper_runtime.rank import OptimizerSpec
 
 
-@dataclass(frozen=True)
-class Compiled:
+@dataclass(frozen=True, repr=False)
+class Compiled(Brief):
     """Hold a strategy compiled for a job or a program.
 
     A program without code (synthetic or loaded) has no `job`, `code` and `trainable`.
@@ -49,6 +51,13 @@ class Compiled:
     advancing: tuple[Advancing, ...] = ()
     strategy: Strategy | None = None
     layers: Layers | None = None
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Yield what was compiled, and what its plan says of itself."""
+        yield "program", self.program.source
+        yield "chunks", len(self.program.chunks)
+        yield "parameters", f"{sum(bind(p.spec.numel, 1) for p in self.program.params):,}"
+        yield from self.plan.facts()
 
 
 @checked_call(CompileError)

@@ -72,6 +72,7 @@ from piper.cli.options import (
     StrategyFileOption,
     TimeoutOption,
     TrialsOption,
+    VersionOption,
     VersusOption,
     WhyOption,
     pairs,
@@ -84,7 +85,7 @@ app.add_typer(checkpoint)
 
 
 @app.callback()
-def root() -> None:
+def root(version: VersionOption = False) -> None:
     """Plan, simulate, tune and execute distributed training of PyTorch models from one strategy.
 
     `piper COMMAND --help` shows an example of each; `piper --install-completion` completes them in your shell."""

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,15 @@ OtherArgument = Annotated[
         help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job (.json)",
     ),
 ]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"piper {version('piper-training')}")
+        raise typer.Exit()
+
+
+VersionOption = Annotated[bool, typer.Option("--version", help="print the version and end", callback=_say_version, is_eager=True)]
 VersusOption = Annotated[
     list[str] | None,
     typer.Option("--versus", metavar="NAME=VALUE", help="compare with the same strategy where a parameter has this value"),

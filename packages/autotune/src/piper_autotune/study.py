@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from piper_compiler import Strategy, load_strategy, save_strategy
 from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError, TuneError
 from piper_ir.study import Row, StudyDocument
-from piper_ir.tools import write_whole
+from piper_ir.tools import Brief, time_text, write_whole
 
 
-@dataclass(frozen=True)
-class Study:
+@dataclass(frozen=True, repr=False)
+class Study(Brief):
     """Hold the result of a search.
 
     Attributes:
@@ -37,6 +37,17 @@ class Study:
     interrupted: bool = False
     strategies: Mapping[int, Strategy] = field(default_factory=dict, repr=False)
     device_limits: Mapping[str, int] = field(default_factory=dict)
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Yield where was searched, how many candidates there were, and the best of them."""
+        complete = sum(row.state == "complete" for row in self.rows)
+        yield "cluster", self.cluster
+        yield "candidates", f"{len(self.rows)}, of which {complete} fit"
+        if (best := self.best_row) is not None:
+            period = best.period_s if best.measured_period_s is None else best.measured_period_s
+            known = "predicted" if best.measured_period_s is None else "measured"
+            yield "best", "?" if period is None else f"{time_text(period)} per step, {known}"
+            yield "with", ", ".join(f"{name}={value}" for name, value in best.params.items()) or "no parameters"
 
     @property
     def best_row(self) -> Row | None:

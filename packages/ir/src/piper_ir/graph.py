@@ -47,6 +47,7 @@ from piper_ir.ops import Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
 from piper_ir.sizes import TensorSpec
+from piper_ir.tools import Brief
 
 __all__ = [
     "Applied",
@@ -65,8 +66,8 @@ __all__ = [
 K = TypeVar("K")
 
 
-@dataclass(frozen=True)
-class Graph(NamedNodes, Selecting):
+@dataclass(frozen=True, repr=False)
+class Graph(Brief, NamedNodes, Selecting):
     """Hold the training DAG of one step.
 
     Attributes:
@@ -108,6 +109,11 @@ class Graph(NamedNodes, Selecting):
     _found: dict[Terms, list[Node]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kept: dict[int, tuple[object, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _alike: dict[Terms, list[tuple[str, str, Sequence[str]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Yield what the graph is for, and its size."""
+        yield from (("mesh", self.mesh), ("roles", len(self.roles)), ("microbatches", self.microbatches))
+        yield "nodes", sum(len(node.each) for family in self.families.values() for node in family)
 
     @property
     def replicated(self) -> tuple[str, ...]:

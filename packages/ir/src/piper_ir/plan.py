@@ -32,6 +32,7 @@ from piper_ir.plan_groups import Bucket as Bucket
 from piper_ir.plan_groups import Channel as Channel
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import TensorSpec, bind
+from piper_ir.tools import Brief, size_text
 
 PLAN_VERSION = 1
 COMPUTE = "compute"
@@ -203,8 +204,8 @@ class RolePlan:
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Brief):
     """Hold everything that executors need to run or simulate one training step.
 
     Attributes:
@@ -254,6 +255,14 @@ class Plan:
         object.__setattr__(self, "_roles", {r.role: r for r in self.roles})
         object.__setattr__(self, "_channels", {c.id: c for c in self.channels})
         object.__setattr__(self, "_buckets", {b.id: b for b in self.buckets})
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Yield what the plan is for, its size, and the peak of its fullest role."""
+        yield "mesh", self.mesh
+        yield "microbatches", f"{self.microbatches} of {self.rows} rows"
+        yield "roles", len(self.roles)
+        yield "instructions", sum(len(role.program) for role in self.roles)
+        yield "peak", size_text(max((role.peak_bytes for role in self.roles), default=0))
 
     def chunk(self, id: str) -> Chunk:
         """Return the chunk with an id, or the variant of a chunk with that name (`Compute.variant`)."""

@@ -353,15 +353,15 @@ class Program:
         chained: whether most layers read what the one before made. It and `variants` are no content: the key is equal.
     """
 
-    chunks: tuple[Chunk, ...]
-    params: tuple[Param, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    batch: tuple[BatchTensor, ...] = ()
+    chunks: tuple[Chunk, ...] = field(repr=False)
+    params: tuple[Param, ...] = field(default=(), repr=False)
+    buffers: tuple[Buffer, ...] = field(default=(), repr=False)
+    batch: tuple[BatchTensor, ...] = field(default=(), repr=False)
     loss_kind: Literal["mean", "sum"] = "mean"
     source: Literal["captured", "synthetic"] = "captured"
     hop: float = 0.0
     overlap: tuple[float, ...] = ()
-    variants: tuple[Chunk, ...] = ()
+    variants: tuple[Chunk, ...] = field(default=(), repr=False)
     axes: tuple[tuple[str, int], ...] = ()
     layers: tuple[str, ...] = ()
     chained: bool = True

@@ -17,7 +17,7 @@ from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Times, prepare
-from piper_ir.tools import no_garbage_collection
+from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
@@ -35,8 +35,8 @@ from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(Brief):
     """Hold what a simulation found: times in seconds, sizes in bytes; tuples are indexed by rank.
 
     Attributes:
@@ -78,6 +78,18 @@ class Simulation:
     ooms: tuple[OomVerdict, ...]
     inside_comm_s: float
     _run: _Run = field(repr=False)
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Yield the headline: times, rates, and the memory of the fullest device."""
+        yield "step", time_text(self.step_s)
+        yield "period", time_text(self.period_s)
+        if self.tokens_per_s is not None:
+            yield "tokens/s", f"{self.tokens_per_s:,.0f}"
+        if self.mfu is not None:
+            yield "MFU", f"{self.mfu:.1%}"
+        yield "ranks", len(self.device_bytes)
+        yield "fullest device", size_text(max(self.device_bytes, default=0))
+        yield "fits", "yes" if self.fits else "no"
 
     @property
     def fits(self) -> bool:

@@ -1,8 +1,11 @@
-"""Hold small helpers that know nothing of plans: for numbers as text, files, interpolation, this machine, user code.
+"""Hold small helpers that know nothing of plans: texts of numbers and objects, files, interpolation, user code.
+
+One says what this machine is.
 
 They may import the standard library and `piper_ir.errors`.
 """
 
+from piper_ir.tools.brief import Brief
 from piper_ir.tools.files import check_writable, write_whole
 from piper_ir.tools.gc_pause import no_garbage_collection
 from piper_ir.tools.interpolate import REACH, Points, log_log, within
@@ -12,6 +15,7 @@ from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
 
 __all__ = [
     "PACKAGES",
+    "Brief",
     "REACH",
     "Points",
     "check_writable",

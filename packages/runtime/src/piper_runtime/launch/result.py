@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from piper_ir.errors import JobError
+from piper_ir.tools import Brief, size_text, time_text
 from piper_ir.trace import Trace
 from piper_runtime.engine.memory import MemoryRecord
 from piper_runtime.launch.recovery import Restart
@@ -17,8 +18,8 @@ from piper_runtime.rank.job import InitialState
 WARMUP_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Brief):
     """Hold the result of `execute`.
 
     Attributes:
@@ -48,6 +49,18 @@ class Run:
     batch_s: list[float] = field(default_factory=list)
     first_step: int = 0
     restarts: tuple[Restart, ...] = ()
+
+    def facts(self) -> Iterator[tuple[str, object]]:
+        """Yield how far the run came, its last loss, its time per step and its peak."""
+        yield "steps", f"{self.first_step} to {self.first_step + len(self.losses) - 1}" if self.losses else "none"
+        if self.losses:
+            yield "loss", f"{self.losses[-1]:.6g}"
+        if self.period_s is not None:
+            yield "period", time_text(self.period_s)
+        if self.peak_bytes:
+            yield "peak", size_text(max(self.peak_bytes.values()))
+        if self.restarts:
+            yield "restarts", len(self.restarts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
