@@ -123,7 +123,11 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+QUICK = ("rotary", "a resolved conjugate")
+"""The cases that run in every test run; the others are long."""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS])
 def test_equal_to_one_device_and_to_the_planned_memory(name: str) -> None:
     work = JOBS[name]()
     report = verify_strategy(work, BOTH)
