@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_ir.select import where as where
     from piper_ir.verify import verify as verify
     from piper_ops import op_cost as op_cost
+    from piper_ops import shared as shared
     from piper_runtime import Checkpoints as Checkpoints
     from piper_runtime import Job as Job
     from piper_runtime import Precision as Precision
