@@ -145,7 +145,11 @@ JOBS: dict[str, Callable[[], piper.Job]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+QUICK = ("an output with a loss, constants, positions", "bags with offsets")
+"""The cases that run in every test run; the others are long."""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS])
 def test_equal_to_one_device(name: str) -> None:
     report = verify_strategy(JOBS[name](), BOTH)
     assert report.equal, report.text()

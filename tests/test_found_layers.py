@@ -38,7 +38,11 @@ def stages_of(compiled: piper.Compiled) -> dict[str, int]:
     return {str(n.coords["chunk"]): int(n.coords["stage"]) for n in compiled.graph.sequence if "chunk" in n.coords}
 
 
-@pytest.mark.parametrize("name", FOUND)
+QUICK = ("sequential with dropout", "stages of stages", "reused with dropout")
+"""The cases that run in every test run; the others are long."""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in FOUND])
 def test_the_longest_chain_is_found_and_equals_one_device(name: str) -> None:
     model, said = FOUND[name]
     compiled = piper.compile(job(model), pipelined())

@@ -6,11 +6,12 @@ use:
     def step(args):
         in0, in1, saved0 = args
         args.clear()
-        mm = in0.mm(in1); del in0, in1
+        mm = in0.mm(in1); del in0, in1  # model.py:12
         ...
         return (mm.contiguous(),)
 
-The text depends on the graph alone. Ops are bound once as globals, and the device of factory ops is the global DEVICE.
+The text depends on the graph alone. Behind each op stands the user's line that made it, for messages. Ops are bound
+once as globals, and the device of factory ops is the global DEVICE.
 A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, and a device's place along an
 axis is PLACE[axis]; all come from the engine that runs the step. Views are printed as reshape, because strides on the
 running device may differ from those seen at capture.
@@ -30,12 +31,13 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import exchanges
 from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.concrete import frame_of
 from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.errors import CaptureError
 from piper_ir.program import Step
-from piper_ops import ROUNDS
+from piper_ops import ROUNDS, is_model_code
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -93,7 +95,7 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
         "def step(args):",
         *([f"    {', '.join(names)}, = args"] if names else []),
         "    args.clear()",
-        *(f"    {_line(line)}" for line in lines),
+        *(f"    {_line(line)}{_place(line.node)}" for line in lines),
         f"    return ({results.rstrip()})",
         "",
     ]
@@ -122,6 +124,12 @@ def _outputs(graph: StepGraph) -> tuple[fx.Node, ...]:
     written = graph.graph.output_node().args[0]
     assert isinstance(written, tuple)
     return written  # type: ignore[return-value]  # the outputs of a step are nodes
+
+
+def _place(node: fx.Node) -> str:
+    """Return the user's line as a comment; "" where it is not known."""
+    frame = frame_of(node)
+    return f"  # {frame[0]}:{frame[1]}" if frame and is_model_code(frame[0]) else ""
 
 
 def _line(line: Line) -> str:

@@ -21,6 +21,7 @@ from piper_compiler.capture import _torch_joint, aliasing, exchanges, kernels, l
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.codegen import StepCode, generate
+from piper_compiler.capture.conjugates import compute_bits
 from piper_compiler.capture.inplace import add_products_in_place, reuse_dying_arguments
 from piper_compiler.capture.schedule import schedule
 from piper_compiler.capture.simplify import simplify
@@ -153,6 +154,7 @@ def _joint(
     graph = raw.module.graph
     _check(graph)
     buffers = [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"]
+    compute_bits(graph)
     simplify(graph, buffers)
     if fold_sums(graph):
         simplify(graph, buffers)

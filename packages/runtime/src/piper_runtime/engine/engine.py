@@ -13,6 +13,7 @@ from piper_runtime.engine.exchanges import Exchanges
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.streams import ISSUED, STEP, Heartbeat, Posted, StreamAborted, StreamBackend
 from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.code import raised_in_step
 from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.rank import BoundComm, Rank
 
@@ -111,7 +112,7 @@ class Engine:
 
     def _failed(self, index: int, error: Exception, comm: BoundComm | None = None) -> ExecutionError:
         entry = self._rank.entries[index]
-        found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        found = raised_in_step(error)
         place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
         if comm is None:
             return ExecutionError(f"{place}: {found}")

@@ -22,6 +22,7 @@ from piper_ir.plan import COMPUTE, inside_channel
 from piper_runtime.engine.fibers import Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.code import raised_in_step
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 from piper_runtime.rank.rank_state import no_exchange
 
@@ -301,7 +302,7 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
     """Return the exception of a part as an error that names where it happened."""
-    found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    found = raised_in_step(error)
     return RankError(f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,7 @@ class StepSource(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
+_GENERATED = "<piper step"
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 
 ExportedCode = Mapping[str, Mapping[Any, StepSource]]
@@ -70,9 +72,25 @@ def load_step(code: StepSource, device: str | torch.device = "cpu", given: Mappi
 @lru_cache(maxsize=1024)
 def _compiled(source: str) -> CodeType:
     """Return the code object of a source; ranks of one process, and runs of one session, share it."""
-    name = f"<piper step {sha256(source.encode()).hexdigest()[:12]}>"
+    name = f"{_GENERATED} {sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     return compile(source, name, "exec")
+
+
+_PLACE = re.compile(r"  # (.+):(\d+)$")
+
+
+def raised_in_step(error: BaseException) -> str:
+    """Return what a part of an instruction raised, with the user's line that made the op, where a step function did."""
+    if isinstance(error, KeyError):
+        return f"value {error} is not there"
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f.line or "" for f in reversed(frames) if f.filename.startswith(_GENERATED)), "")
+    text, found = f"{type(error).__name__}: {error}", _PLACE.search(line)
+    if found is None:
+        return text
+    code = linecache.getline(found[1], int(found[2])).strip()
+    return f"{text}, at {found[1]}:{found[2]}" + (f" ({code})" if code else "")
 
 
 def missing_operators(code: ExportedCode) -> set[str]:
