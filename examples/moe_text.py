@@ -10,7 +10,6 @@ piper verify examples/moe_text.py      float64, against plain PyTorch on one dev
 from __future__ import annotations
 
 import json
-import math
 import sys
 import sysconfig
 from dataclasses import replace
@@ -32,7 +31,7 @@ SIZES = MoEConfig(
     experts=8, top_k=2, capacity_factor=1.25, balance=0.01,
 )  # fmt: skip
 """Eight experts in each layer, of which a byte visits two, and a loss that balances them."""
-GLOBAL_BATCH, MICROBATCHES, STEPS = 32, 2, 60
+GLOBAL_BATCH, MICROBATCHES, STEPS = 16, 2, 60
 
 
 _TEXT: list[Tensor] = []
@@ -118,9 +117,9 @@ def main(launcher: str = "ray") -> None:
     measured = piper.simulate(done.compiled.plan, "h100x8", load=done.folder).load
     assert measured is not None
     print(f"the fullest worker's experts had {measured.mean:.3f} times the mean of both, in the worst step {measured.worst:.3f}")
-    losses, entropy = done.run.losses, unigram_entropy()
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
-    if not math.isfinite(losses[-1]) or losses[-1] > 0.95 * entropy:
+    entropy, last = unigram_entropy(), sum(done.run.losses[-10:]) / 10
+    print(f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
+    if not last <= 0.95 * entropy:
         raise SystemExit(f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong")
 
 
