@@ -29,6 +29,7 @@ def test_rows_count_on_and_are_the_same_in_every_range() -> None:
     assert all(torch.equal(a[2:5], b) for a, b in zip((inputs, targets), gpu_layouts.counting(32, 16, 3, range(2, 5))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_cpu_each_is_one_rank_and_its_plan(name: str) -> None:
     """Ranks of this process; half of one parameter's gradient, a loss and a byte more are seen."""

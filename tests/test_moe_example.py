@@ -17,6 +17,7 @@ SIZES = replace(moe_text.SIZES, layers=1, width=32, hidden=32, length=32, expert
 STEPS = 12
 
 
+@pytest.mark.long
 def test_it_equals_one_device_and_exchanges_tokens() -> None:
     report = verify_strategy(moe_text.mixture(SIZES, 8), moe_text.strategy, steps=2)
     assert report.equal, report.text()
