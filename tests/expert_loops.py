@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import piper
 
-WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 8, 12, 5, 2, 6
+WIDTH, HIDDEN, EXPERTS, TOP, TOKENS = 8, 12, 6, 2, 6
 TAGS = {"layers.*.experts": dict(experts=0, replace="gated_experts")}
 
 
@@ -51,9 +51,11 @@ class LoopedLayer(nn.Module):
 class LoopedMixture(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(LoopedLayer() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for layer in self.layers:
             x = layer(x)
         return x

@@ -76,7 +76,7 @@ def test_plans_and_graphs_are_written_and_read() -> None:
 def test_explain_says_what_is_exchanged() -> None:
     said = explain(compiled(Mesh(ep=2), [rows()]))
     assert "ep.all.ep                group all over ep: tokens to experts and back" in said
-    assert "experts 4  shared by 2; gate, up, down :0" in said
+    assert "experts 4  shared by 2 (ep); gate, up, down :0" in said
     assert "tokens of 2 devices along ep come and go by AllToAll: 10 KiB in, 10 KiB out, and gradients" in said
 
 

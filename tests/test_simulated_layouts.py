@@ -232,7 +232,7 @@ def test_bounds_of_shared_chunks_hold() -> None:
     for sequence in (False, True):
         strategy = Strategy(Mesh(tp=2), [*recipes.tensor_parallel(sequence=sequence), *recipes.one_f_one_b(pp=1, microbatches=2)])
         sketch = sketches.sketch(strategy)
-        assert sketch is not None and sketch.wanted == wanted_by(strategy) and sketch.wanted.shardings
+        assert sketch is not None and sketch.wanted == wanted_by(strategy, problem.program) and sketch.wanted.shardings
         rows = sketches.rows(sketch)
         assert rows == 4
         made = piper.compile(job(), strategy).plan

@@ -136,8 +136,9 @@ def test_layer_norm_gradients_together_are_those_apart(dtype: torch.dtype, mask:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-OF_EXPERTS = {f.op for name in ("route", "grouped_mm", "unroute") for f in piper_ops.PORTABLE[name].formulas}
-"""Those of test_expert_ops."""
+BY_EXPERTS = {n for n in piper_ops.PORTABLE if n.startswith("experts_")} | {"route", "grouped_mm", "unroute"}
+OF_EXPERTS = {f.op for p in piper_ops.PORTABLE.values() if p.name in BY_EXPERTS for f in p.formulas}
+"""Those of test_expert_ops and test_expert_rounds."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -4,11 +4,8 @@ With a capacity (GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961) every t
 expert takes at most `capacity` tokens of each row. Without one (MegaBlocks, arXiv 2211.15841) an expert takes every
 token that chose it: rows are sorted by expert, and one grouped product multiplies all of them. In both all shapes are
 known before anything runs, and tokens of different rows never compete, so that a batch is routed the same however it is
-cut into microbatches.
-
-The products of experts with a capacity are a region with the coordinate `experts`: a strategy with
-`piper.shard(where(experts=ANY), ...)` shares them among devices. Dropless experts are whole on each device that has the
-layer.
+cut into microbatches. The products of the experts are a region with the coordinate `experts`: a strategy with
+`piper.shard(where(experts=ANY), ...)` shares them among devices.
 """
 
 from __future__ import annotations
@@ -198,10 +195,13 @@ class Experts(nn.Module):
     def dropless(self, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         """Return the result of experts that take every token: a row for each choice, sorted by expert, and back."""
         share, chosen = share.flatten(0, 1), chosen.flatten(0, 1)
-        took, counts = route(x.flatten(0, 1), chosen, self.config.experts)
-        self.expert_tokens = torch.cat((counts, torch.zeros_like(counts)))
-        hidden = F.silu(grouped_mm(took, counts, self.gate)) * grouped_mm(took, counts, self.up)
-        return unroute(grouped_mm(hidden, counts, self.down), chosen, share).view_as(x)
+        numbers = torch.arange(self.config.experts, device=chosen.device)
+        self.count((chosen.unsqueeze(-1) == numbers).sum(1), capacity=self.config.top_k)  # of one token each: none is without
+        with region(experts=0):
+            took, counts = route(x.flatten(0, 1), chosen, self.config.experts)
+            hidden = F.silu(grouped_mm(took, counts, self.gate)) * grouped_mm(took, counts, self.up)
+            y = unroute(grouped_mm(hidden, counts, self.down), chosen, share)
+        return y.view_as(x)
 
     def count(self, chose: Tensor, capacity: int) -> None:
         """Keep the tokens that chose each expert, and those without a place, given the choices [rows, experts]."""

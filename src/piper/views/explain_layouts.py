@@ -138,7 +138,7 @@ def _asked(sharding: Sharding) -> str:
     """Return an axis, or those into which it is split, with what its devices share."""
     axes = ", ".join(f"{name}={size}" for name, size in sharding.axes)
     shared = [] if sharding.context else list(sharding.index) or ["weights"]
-    return f"{axes} ({', '.join([*shared, *['tokens'] * bool(sharding.stream or sharding.context)])})"
+    return f"{axes} ({', '.join([*shared, *['tokens'] * (sharding.stream == 'tokens' or sharding.context)])})"
 
 
 def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _collectives(chunk: Chunk) -> Iterator[str]:
 
 def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
     """Yield what comes from other devices to experts, and goes back to them, in a microbatch."""
-    if chunk.experts:
+    if chunk.trades:
         given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
         made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
         devices = f"{plan.mesh.size(chunk.experts)} devices along {chunk.experts}"

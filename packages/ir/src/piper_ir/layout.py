@@ -59,6 +59,8 @@ class Sharding:
         order: which tokens a device has then: "blocks", or the two of "zigzag", r and 2 n - 1 - r of 2 n blocks; ""
             before it is chosen.
         selection: the chunks that they share; all where it is None.
+        bound: of dropless mixtures, the places for rows of another device over the mean of these.
+        overflow: what becomes of more rows: "rounds", "error" or "drop".
     """
 
     over: str
@@ -71,6 +73,8 @@ class Sharding:
     attention: str = field(default="heads", repr=False)
     order: str = field(default="", repr=False)
     selection: Where | None = field(default=None, repr=False)
+    bound: float = field(default=1.25, repr=False)
+    overflow: str = field(default="rounds", repr=False)
 
     @property
     def way(self) -> str:

@@ -256,6 +256,12 @@ class Chunk:
     experts: str = ""
 
     @property
+    def trades(self) -> str:
+        """Return the axis along which what it reads and writes is exchanged; "" where its steps exchange inside."""
+        inside = (one.axis for sig in self.steps.values() for one in sig.collectives)
+        return "" if any(self.experts in axis.split("+") for axis in inside) else self.experts
+
+    @property
     def variant(self) -> str:
         """Return the name of the chunk under its policy, which is its id where all is kept."""
         return variant_name(self.id, self.keep)

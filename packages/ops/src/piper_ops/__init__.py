@@ -9,7 +9,7 @@ from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, sha
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
-from piper_ops.errors import UnsupportedVariant
+from piper_ops.errors import ExpertsOverflow, UnsupportedVariant
 from piper_ops.experts import (
     grouped_mm,
     grouped_mm_dgrad,
@@ -38,6 +38,17 @@ from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
 from piper_ops.rewrites import user_line
+from piper_ops.rounds import (
+    PLACED,
+    ROUNDS,
+    experts_checked,
+    experts_drop,
+    experts_give,
+    experts_home,
+    experts_return,
+    experts_send,
+    experts_take,
+)
 from piper_ops.sdpa import attention, attention_dgrad
 from piper_ops.vocabulary import (
     cross_entropy_joined,
@@ -46,10 +57,21 @@ from piper_ops.vocabulary import (
     embedding_part,
     embedding_part_dgrad,
 )
-from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
+from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside, room_of_rounds
 
 __all__ = [
     "DIRECT",
+    "ExpertsOverflow",
+    "PLACED",
+    "ROUNDS",
+    "experts_checked",
+    "experts_drop",
+    "experts_give",
+    "experts_home",
+    "experts_return",
+    "experts_send",
+    "experts_take",
+    "room_of_rounds",
     "OP_KERNELS",
     "PORTABLE",
     "REFUSALS",

@@ -50,8 +50,20 @@ all_gather = define("all_gather", _SCHEMA, _stacked, _elsewhere)
 reduce_scatter = define("reduce_scatter", _SCHEMA, _own, _elsewhere)
 """An op that sums stacked tensors over the devices and returns to each device its own element of the sum."""
 
-all_to_all = define("all_to_all", _SCHEMA, _same, _elsewhere)
-"""An op that sends element k of the leading dimension to device k, and stacks what comes in by where it came from."""
+
+def _all_to_all_setup(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
+    _, ctx.axis, ctx.degree = inputs
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return all_to_all(grad, ctx.axis, ctx.degree), None, None
+
+
+all_to_all = define("all_to_all", _SCHEMA, _same, _elsewhere, backward=_all_to_all_backward, setup_context=_all_to_all_setup)
+"""An op that sends element k of the leading dimension to device k, and stacks what comes in by where it came from.
+
+Its gradient is sent back in the same way.
+"""
 
 shift = define("shift", _SCHEMA, _same, _elsewhere)
 """An op that sends a tensor to the next device of an axis, the last one to the first, and returns what comes in."""

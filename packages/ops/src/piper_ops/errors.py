@@ -1,7 +1,11 @@
-"""Define the one error of piper_ops."""
+"""Define the errors of piper_ops."""
 
 from __future__ import annotations
 
 
 class UnsupportedVariant(ValueError):
     """Report an op, or a variant of one, that has no portable form; the message has the user's line and the way out."""
+
+
+class ExpertsOverflow(RuntimeError):
+    """Report tokens that chose experts for which there are fewer places; the message has the factor that would do."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from piper_ops import context, experts, losses, norms, sdpa, vocabulary
+from piper_ops import context, experts, losses, norms, rounds, sdpa, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +368,14 @@ PORTABLE: Mapping[str, PortableOp] = {
             dgrad=Formula(experts.unroute_dgrad, unroute_dgrad_flops),
             wgrad=Formula(experts.unroute_wgrad, unroute_flops),
         ),
+        *(
+            PortableOp(op._schema.name.removeprefix("piper::"), "elementwise", ("out",), (), Formula(op, copied_flops))
+            for op in (
+                *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_drop, rounds.experts_checked),
+                *rounds.ROUNDS,
+            )
+        ),
+        PortableOp("experts_take", "elementwise", ("rows", "counts"), (), Formula(rounds.experts_take, copied_flops)),
     )
 }
 """The portable ops by name."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper_ops import context, experts, losses, sdpa, vocabulary
+from piper_ops import context, experts, losses, rounds, sdpa, vocabulary
 from piper_ops.costs import call_of
 from piper_ops.library import OP_KERNELS, accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
@@ -60,11 +60,13 @@ def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_me
 
     These are a mask of attention in the form of torch's kernel, and what sorts and sums the rows of experts.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad, *ROUTING):
+    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad, *ROUTING, *rounds.ROUNDS):
         return 0
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
     if op in ROUTING:
         return _whole_kernel(op, call)
+    if op in rounds.ROUNDS:
+        return _room(op, call)
     return _made(call, lambda q, k, mask: cpu_mask(sdpa.additive(mask, q), q))
 
 
@@ -156,6 +158,16 @@ def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
     return peak_bytes_inside(OP_KERNELS[op], *map(_on_meta, call.args.values()))
 
 
+def _room(op: torch._ops.OpOverload, call: Call) -> int:
+    """Return what further rounds hold beside their results: they ask for all of it when they begin."""
+    room: Sequence[int] = call.args["room"]
+    return max(0, room[list(rounds.ROUNDS).index(op)] - sum(t.nbytes for t in call.outs))
+
+
+def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
+    return lambda call: Workspace(_room(op, call))
+
+
 def _routing(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
     return lambda call: Workspace(_whole_kernel(op, call))
 
@@ -226,6 +238,23 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
+def room_of_rounds(
+    rows: Tensor, back: Tensor, table: Tensor, weights: Sequence[Tensor], body: str, wanted: Sequence[bool]
+) -> list[int]:
+    """Return the most bytes that further rounds hold at once, and both gradients; tensors are on meta."""
+    given = rows, table, weights, body, "", back.shape[1], 0, (0, 0, 0)
+    runs = list(rounds.ROUNDS.values())
+    grad = back.new_empty((rows.shape[0], back.shape[2]))
+    calls = (runs[0], (back, *given)), (runs[1], (grad, *given)), (runs[2], (grad, *given, list(wanted)))
+    found = []
+    for run, args in calls:
+        live = _Live(tree_leaves(args))
+        with live, torch.no_grad():
+            run(lambda kind, axis, sent: sent.clone(), *args)
+        found.append(live.most)
+    return found
+
+
 def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
     """Return the most bytes of tensors that `function(*args)` holds at once, beside its arguments and less its results.
 
@@ -256,7 +285,11 @@ class _Live(TorchDispatchMode):
         return out
 
 
-ROUTING = (experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad)
+ROUTING = (
+    *(experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad),
+    *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take),
+    *(rounds.experts_drop, rounds.experts_checked),
+)
 """The ops that bring tokens to experts and back. All that their kernels hold is per token."""
 _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     losses.cross_entropy: _cross_entropy,
@@ -270,4 +303,5 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     sdpa.attention: _attention,
     sdpa.attention_dgrad: _attention_dgrad,
     **{op: _routing(op) for op in ROUTING},
+    **{op: _further(op) for op in rounds.ROUNDS},
 }

@@ -11,9 +11,9 @@ use:
         return (mm.contiguous(),)
 
 The text depends on the graph alone. Ops are bound once as globals, and the device of factory ops is the global DEVICE.
-A collective is a call of the global EXCHANGE, and a device's place along an axis is PLACE[axis]; both come from the
-engine that runs the step. Views are printed as reshape, because strides on the running device may differ from those
-seen at capture.
+A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, and a device's place along an
+axis is PLACE[axis]; all come from the engine that runs the step. Views are printed as reshape, because strides on the
+running device may differ from those seen at capture.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.errors import CaptureError
 from piper_ir.program import Step
+from piper_ops import ROUNDS
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -133,6 +134,8 @@ def _line(line: Line) -> str:
     first, *rest = [*map(_literal, args), *keywords] or [""]
     if op in exchanges.KINDS:
         call = exchanges.call(op, first, node.args[1])
+    elif op in ROUNDS:
+        call = exchanges.meeting(op, ", ".join([first, *rest]))
     elif op in METHODS:
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     else:
@@ -146,7 +149,7 @@ def _line(line: Line) -> str:
 
 def _bound(op: OpOverload) -> bool:
     """Return whether the text calls an op without a global of its own."""
-    return op in METHODS or op in FUNCTIONS or op in exchanges.KINDS
+    return op in METHODS or op in FUNCTIONS or op in exchanges.KINDS or op in ROUNDS
 
 
 def _op(line: Line) -> OpOverload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
+from piper_compiler.capture.routed import Routed, RoutedForms, RoutedLayouts, is_routed
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
@@ -45,6 +47,7 @@ class TraceSpec:
         agreed: what these devices have agreed on with those of other chunks.
         params: for each input, its names in all chunks of the base.
         dispatch: what it exchanges with chunks of experts, or they with it.
+        routed: how devices trade the rows of a dropless mixture inside of it.
     """
 
     cut: Cut
@@ -59,6 +62,18 @@ class TraceSpec:
     agreed: Agreed = field(default_factory=Agreed)
     params: tuple[tuple[str, ...], ...] = ()
     dispatch: Dispatch | None = None
+    routed: Routed | None = None
+
+    @property
+    def routes(self) -> bool:
+        """Return whether it sorts tokens by expert."""
+        return is_routed(list(self.cut.body(self.piece)))
+
+    @cached_property
+    def forms(self) -> RoutedForms:
+        """Return the forms of a chunk inside of which devices trade rows."""
+        assert self.routed is not None
+        return RoutedForms(self.routed, partial(self.cut.module, self.piece), self._inputs)
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -67,6 +82,8 @@ class TraceSpec:
 
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward on one device alone, which is the same under any policy."""
+        if self.routed is not None:
+            return replace(self.forms.joint(rows, self.tangent_mask), reduce=self.reduce)
         every = rows if self.dispatch is None else rows * self.dispatch.degree
         if every > rows:
             check_rows(self.cut.forward, every)
@@ -135,6 +152,16 @@ class CodeStore:
         made = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
         self._recipes.setdefault(made, replace(self._recipes[code], dispatch=dispatch))
         return made
+
+    def routed(self, code: str, how: Routed) -> str:
+        """Return the code id of a code inside of which devices trade rows."""
+        made = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], routed=how, base=code))
+        return made
+
+    def routed_layouts(self, code: str) -> RoutedLayouts:
+        """Return how devices have the inputs of such a code."""
+        return self._recipes[code].forms.layouts
 
     def recipe(self, code: str) -> TraceSpec:
         """Return how a code is traced, without a policy of recomputation."""

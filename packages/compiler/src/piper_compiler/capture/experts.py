@@ -19,6 +19,7 @@ from piper_compiler.capture.layouts import (
     uneven,
     wants_whole,
 )
+from piper_compiler.capture.routed import Routed
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding
 from piper_ir.program import Chunk
@@ -43,7 +44,9 @@ class ExpertChunks:
         self._inside = {id for id, c in self._chunks.items() if selected is not None and selected.matches(c.coords)}
         if not self._inside:
             raise self._fail(f"{selected} selects no chunk; put the experts' products into `with piper.region(experts=0)`")
-        self._nests = {c.code: self._experts(c) for c in self._experts_chunks if not self._refused(c)}
+        recipe = captured.code.recipe
+        self._routing = {c.id for c in self._experts_chunks if not self._refused(c) and recipe(c.code).routes}
+        self._nests = {c.code: self._experts(c) for c in self._experts_chunks if c.id not in self._routing}
         self._exchanged = {ref: how for c in captured.program.chunks for ref, how in self._crossings(c)}
 
     def _fail(self, message: str) -> DirectiveError:
@@ -57,11 +60,24 @@ class ExpertChunks:
         """Return whether a chunk computes experts."""
         return chunk.id in self._inside
 
+    def routes(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is a dropless mixture, inside of which devices trade rows."""
+        return chunk.id in self._routing
+
+    @property
+    def routed(self) -> Routed:
+        """Return how devices trade rows inside of chunks."""
+        return Routed(self.axis, self._asked.degree, self._asked.bound, self._asked.overflow)
+
     def dispatch(self, chunk: Chunk) -> Dispatch:
         """Return what a chunk exchanges."""
         inputs = tuple(self._exchanged.get(i.ref) if i.kind == "value" else None for i in chunk.inputs)
         outputs = tuple(self._exchanged.get(f"{chunk.id}:out{k}") for k in range(len(chunk.outputs)))
-        return Dispatch(inputs, outputs, self._asked.degree if self.computes(chunk) else 1)
+        return Dispatch(inputs, outputs, self._asked.degree if self._trades(chunk.id) else 1)
+
+    def _trades(self, id: str) -> bool:
+        """Return whether a chunk of experts exchanges what it reads and writes."""
+        return id in self._inside and id not in self._routing
 
     def check(self, chunk: Chunk, made: Sharded) -> None:
         """Raise DirectiveError where devices cannot make the gradients of a chunk of experts by themselves."""
@@ -121,10 +137,10 @@ class ExpertChunks:
             if given.kind != "value":
                 continue
             source, _, port = given.ref.rpartition(":")
-            if (source in self._inside) == self.computes(chunk):
+            if self._trades(source) == self._trades(chunk.id):
                 continue
             number = int(port.removeprefix("out"))
-            inside = chunk if self.computes(chunk) else self._chunks[source]
+            inside = chunk if self._trades(chunk.id) else self._chunks[source]
             inputs, outputs, nest = self._nests[inside.code]
             yield given.ref, self._dims(given.ref, given.spec, inputs[k] if inside is chunk else outputs[number], nest)
 

@@ -167,7 +167,7 @@ class _Shares:
                 experts = experts_of(named.joint, named.indexes, asked, recipe.params)
                 found._add({i: asked.degree for nest in experts for i in nest}, asked.over)
                 continue
-            if asked.stream or asked.context:
+            if asked.stream == "tokens" or asked.context:
                 found._add({i: asked.degree for i, name in named.names.items() if name == "tokens"}, asked.over)
             if asked.context:
                 if asked.attention == "heads":

@@ -33,7 +33,7 @@ WAY_OUT = (
     "A loop over the experts that tokens chose, or over each expert's tokens, has sizes that only a run knows. Experts in "
     "Hugging Face's form become static by the tag replace='gated_experts', in the function that makes the model: "
     "piper.tag(model, {'*.experts': dict(replace='gated_experts')}); others by a function of your own, registered with "
-    "@piper.replacement('name'), that calls torch.ops.piper.route, grouped_mm and unroute."
+    "@piper.replacement('name'), that calls route, grouped_mm and unroute of piper_ops."
 )
 """The way out for what depends on how many tokens an expert has."""
 

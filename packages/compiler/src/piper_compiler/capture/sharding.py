@@ -18,6 +18,7 @@ from piper_compiler.capture.layouts import (
     ordered,
     split_degrees,
 )
+from piper_compiler.capture.routed import RoutedLayouts
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.stepgraph import Joint
 from piper_compiler.capture.tables import constant_values, with_tables
@@ -95,6 +96,7 @@ class _Shared:
     def captured(self) -> Captured:
         program = self._captured.program
         self._check_opaque()
+        self._check_routed()
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
         params = self._params(program.params, chunks)
@@ -116,6 +118,17 @@ class _Shared:
     def _joint(self, chunk: Chunk) -> Joint:
         return self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
 
+    def _check_routed(self) -> None:
+        for chunk in self._captured.program.chunks:
+            if self._routes(chunk) and any(s.stream == "tokens" or s.context for s in self._asked):
+                raise DirectiveError(
+                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share, which needs all tokens of a row; "
+                    'share the heads without stream="tokens", or give the mixture a capacity'
+                )
+
+    def _routes(self, chunk: Chunk) -> bool:
+        return self._experts is not None and self._experts.routes(chunk)
+
     def _asked_of(self, chunk: Chunk) -> tuple[Sharding, ...]:
         """Return how a chunk is to be shared: one that autograd runs as it is, not at all."""
         if chunk.opaque:
@@ -124,13 +137,17 @@ class _Shared:
 
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
         store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
+        if self._experts is not None and self._routes(chunk):
+            return store.routed(code, self._experts.routed)
         agreed = with_tables(agreed, chunk, self._constants)
         if self._experts is not None and (dispatch := self._experts.dispatch(chunk)).changes:
             code = store.dispatched(code, dispatch)
         return store.shared(code, asked, agreed, self._params_of[chunk.code]) if asked else code
 
-    def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | None:
+    def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | RoutedLayouts | None:
         """Return how a chunk is shared; None for one that every device computes whole."""
+        if self._routes(chunk):
+            return self._captured.code.routed_layouts(self._code(chunk, agreed))
         if not self._asked_of(chunk):
             return None
         made = self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
@@ -148,7 +165,7 @@ class _Shared:
         inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
         outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
         axis = self._experts.axis if self._experts is not None and self._experts.computes(chunk) else ""
-        if self._experts is not None and axis:
+        if self._experts is not None and axis and not self._routes(chunk):
             self._experts.check_steps(chunk, body)
         return replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code, experts=axis)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from piper_compiler.capture.layouts import Agreed, Sharded
+from piper_compiler.capture.routed import RoutedLayouts
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Layout
 from piper_ir.program import Chunk, Program
@@ -21,7 +22,7 @@ Axes = tuple[str, ...]
 class Ties:
     """Find for each parameter how all chunks that have it can have it."""
 
-    def __init__(self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded | None]) -> None:
+    def __init__(self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded | RoutedLayouts | None]) -> None:
         self._chunks, self._layouts = program.chunks, layouts
         self._whole: set[str] = set()
         self._terms: set[str] = set()
@@ -64,7 +65,7 @@ class Ties:
             found[param] = f"not all chunks that have it can share it alike: {', '.join(users)}"
         return found
 
-    def _made(self) -> Iterator[tuple[Chunk, Sharded | None]]:
+    def _made(self) -> Iterator[tuple[Chunk, Sharded | RoutedLayouts | None]]:
         for chunk in self._chunks:
             yield chunk, self._layouts(chunk, self.agreed(chunk))
 

@@ -35,10 +35,14 @@ Legality
 12. With stream="rows" what passes between the selected chunks and others has a dimension of experts and one of rows.
     These chunks draw no random numbers and read no batch tensor, and their other parameters have gradients that are
     sums over experts.
+13. `bound` and `overflow` stand with stream="rows" alone, for dropless mixtures: a positive number; "rounds", "error"
+    or "drop". A region of such a mixture holds one `route` and one `unroute`, between which only stacks of weights
+    [experts, ...] are read, and no other `shard` divides its tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,6 +59,8 @@ STREAMS = ("", "tokens", ROWS)
 TOKENS = "tokens"
 ATTENTION = ("heads", "ring", "gather")
 ORDERS = ("", "zigzag", "blocks")
+BOUND = 1.25
+OVERFLOWS = ("rounds", "error", "drop")
 
 
 @directive
@@ -77,6 +83,10 @@ class Shard:
         channel: name of the stream of the exchanges with experts (default: that of the axis).
         sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for what its cluster says. Only
             simulations read it.
+        bound: of a dropless mixture, the rows that a device has places for over those that would come from each other
+            one if all experts were chosen equally often.
+        overflow: what becomes of more rows: "rounds" sends them in further rounds, which takes time and no memory;
+            "error" ends the run; "drop" leaves out the last tokens, as a capacity does.
         site: where the user wrote it.
     """
 
@@ -89,6 +99,8 @@ class Shard:
     order: str = ""
     channel: str = ""
     sms: int | None = None
+    bound: float = BOUND
+    overflow: str = OVERFLOWS[0]
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
@@ -133,6 +145,7 @@ class Shard:
             raise fail(self, 11, f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted")
         if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
             raise fail(self, 11, f"sms={self.sms!r}; a number from 0, or None, is accepted")
+        self._check_bound()
         if not self.experts:
             if self.channel or self.sms is not None:
                 raise fail(self, 11, 'channel and sms are for the exchanges with experts: use stream="rows", or leave them out')
@@ -151,6 +164,14 @@ class Shard:
         for node in compute_nodes(self, graph, self.selection):
             if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
                 raise fail(self, 1, f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)")
+
+    def _check_bound(self) -> None:
+        if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 < self.bound < math.inf:
+            raise fail(self, 13, f"bound={self.bound!r}; a positive number is accepted, such as 1.25")
+        if not isinstance(self.overflow, str) or self.overflow not in OVERFLOWS:
+            raise fail(self, 13, f"overflow={self.overflow!r}; {', '.join(map(repr, OVERFLOWS))} are accepted")
+        if not self.experts and (self.bound, self.overflow) != (BOUND, OVERFLOWS[0]):
+            raise fail(self, 13, 'bound and overflow are for dropless mixtures: use stream="rows", or leave them out')
 
     @property
     def experts(self) -> bool:
@@ -182,6 +203,8 @@ class Shard:
             attention=self.attention,
             order=self.order,
             selection=selection,
+            bound=float(self.bound),
+            overflow=self.overflow,
         )
 
     def apply(self, graph: Graph) -> Graph:

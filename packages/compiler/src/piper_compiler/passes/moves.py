@@ -41,7 +41,7 @@ def exchange(graph: Graph) -> Graph:
 def _side(edit: Editor, node: Node) -> str:
     """Return the axis whose devices share the experts that a node computes; "" for all other nodes."""
     chunk = node.coords.get("chunk")
-    return edit.graph.program.chunk(str(chunk)).experts if chunk is not None else ""
+    return edit.graph.program.chunk(str(chunk)).trades if chunk is not None else ""
 
 
 def _connect(edit: Editor, node: Node, value: str) -> None:

@@ -111,15 +111,20 @@ def context_parallel(*, attention: str = "heads", order: str = "") -> tuple[Dire
     return (shard(where(), over="cp", index="tokens", attention=attention, order=order),)
 
 
-def expert_parallel(*, over: str = "ep", channel: str = "", sms: int | None = None) -> tuple[Directive, ...]:
+def expert_parallel(
+    *, over: str = "ep", channel: str = "", sms: int | None = None, bound: float = 1.25, overflow: str = "rounds"
+) -> tuple[Directive, ...]:
     """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
 
     Experts are what regions with the coordinate `experts` compute; tokens go to them and back on the stream `channel`
     (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: everything but
     the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. It is written before the
-    recipes of pipelines, and composes with `tensor_parallel`.
+    recipes of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures.
     """
-    return (shard(where(experts=ANY), over=over, index="experts", stream="rows", channel=channel, sms=sms),)
+    asked = shard(
+        where(experts=ANY), over=over, index="experts", stream="rows", channel=channel, sms=sms, bound=bound, overflow=overflow
+    )
+    return (asked,)
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:

@@ -200,7 +200,7 @@ class _Dataflow:
 
     def _term(self, reader: Chunk, source: str, port: str) -> Term:
         """Return what a chunk reads of another: exchanged where one of the two alone is of experts."""
-        axes = {reader.experts, self._plan.chunk(source).experts if source else reader.experts}
+        axes = {reader.trades, self._plan.chunk(source).trades if source else reader.trades}
         return (source, port) if len(axes) == 1 else _exchanged((source, port), axes - {""})
 
     def _update_problems(self, op: Update, part: Part) -> Iterable[str]:

@@ -93,7 +93,7 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
     if one.kind not in COLLECTIVES:
         return f"asks for the collective {one.kind}; known are {', '.join(COLLECTIVES)}"
     along = plan.mesh.along(one.axis)
-    if not along or not set(along) <= set(plan.shared):
+    if not along or not set(along) <= {*plan.shared, *plan.experts}:
         return f"has an {one.kind} along {one.axis}; devices share chunks along {', '.join(plan.shared) or 'no axis'}"
     degree = plan.mesh.degree(along)
     if law_of(one.kind).blocks and bind(one.nbytes, 0) % degree:
@@ -114,7 +114,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
         return (
             f"is for steps, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role on {COMPUTE} is needed"
         )
-    if not channel.over or not set(channel.over) <= set(plan.shared):
+    if not channel.over or not set(channel.over) <= {*plan.shared, *plan.experts}:
         along = ", ".join(plan.shared) or "no axis"
         return f"is for steps, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
     return ""

@@ -216,7 +216,7 @@ class InlineEngine:
 
 def _meeting(rank: Rank) -> frozenset[int]:
     """Return the indexes of a rank's instructions that have a step inside of which devices meet."""
-    plan, program = rank.plan, rank.role.program if rank.plan.shared else ()
+    plan, program = rank.plan, rank.role.program if rank.plan.shared or rank.plan.experts else ()
     return frozenset(
         k
         for k, instr in enumerate(program)

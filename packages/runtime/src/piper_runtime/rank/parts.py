@@ -19,6 +19,7 @@ from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
+from piper_runtime.rank.overflow import naming_overflow
 from piper_runtime.rank.rank_state import NOT_FINITE, RankState
 from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.shared import shared_arguments
@@ -318,7 +319,7 @@ def _compute(part: Part, rank: RankState) -> Thunk:
         for v, t in zip(writes, results):
             values[v] = t
 
-    run: Thunk = compute
+    run: Thunk = naming_overflow(compute, part.node) if chunk.experts else compute
     if step == "F":
         run = _forward(run, part, chunk, rank)
     elif step == "R" and chunk.random:

@@ -16,6 +16,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Fresh
 from piper_ir.plan import Category, Plan
 from piper_ir.sizes import bind
+from piper_ops import ROUNDS
 from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
@@ -124,6 +125,7 @@ class RankState:
         return {
             "PLACE": _Places(self.plan.mesh, self.rank),
             "EXCHANGE": lambda kind, axis, given: self.exchange(kind, axis, given),
+            "ROUNDS": {op._schema.name: function for op, function in ROUNDS.items()},
         }
 
     def record(self, kind: str, mb: int, value: float) -> None:

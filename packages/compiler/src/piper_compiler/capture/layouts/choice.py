@@ -182,7 +182,7 @@ def _claimed(joint: Joint, first: Indexed, asked: Sequence[Sharding], kept: Coll
     tensor = prod(s.degree for s in asked if not s.context)
     claims, others = [], []
     for one in asked:
-        stream = tuple(_tokens(joint, first)) if one.stream or one.context else ()
+        stream = tuple(_tokens(joint, first)) if one.stream == "tokens" or one.context else ()
         if one.context:
             heads_too = heads if one.attention == HEADS_AROUND else ()
             inside = tuple(nest for nest in heads_too if steps_of(nest, tensor * one.degree) is not None)
