@@ -1,10 +1,11 @@
-"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device or states.
+"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share device, states or work.
 
 `make gpu-check` runs it, or
 
 python benchmarks/gpu_check.py                a table to paste, and a JSON file in benchmarks/results/
 python benchmarks/gpu_check.py --out FILE.json
 python benchmarks/gpu_check.py --states       only what ranks keep: these need torch and Piper's own packages alone
+python benchmarks/gpu_check.py --layouts      only ranks that share the work of chunks (tp, cp, ep): they need no more
 
 Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a
 prediction that misses its goal is a result.
@@ -32,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 import piper
-from benchmarks import gpu, gpu_hazards, gpu_states
+from benchmarks import gpu, gpu_hazards, gpu_layouts, gpu_states
 from benchmarks.gpu_predicted import Case, Goals
 from benchmarks.measure import Goal, Row, machine
 from piper import models
@@ -58,7 +59,7 @@ BLOCKS = {
     ),
 }
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
-PROVES = ("streams", "shared", "sharded", "mixed")
+PROVES = ("streams", "shared", "sharded", "mixed", "layouts")
 """Sections in which a goal that is missed is a fault."""
 
 
@@ -67,13 +68,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
     parser.add_argument("--states", action="store_true", help="only the sections about what ranks keep (gpu_states.py)")
+    parser.add_argument("--layouts", action="store_true", help="only ranks that share the work of chunks (gpu_layouts.py)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was checked. Run this where torch.cuda.is_available()")
         return 0
     here = asdict(machine()) | gpu.device_facts()
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
-    rows, failed = checked(gpu_states.sections() if options.states else sections())
+    rows, failed = checked(chosen(options.states, options.layouts))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
     print(table(here, rows, failed))
@@ -81,11 +83,27 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
 
 
+def chosen(states: bool, layouts: bool) -> Iterator[Callable[[], Iterable[Row]]]:
+    """Yield the sections that were asked for; without a wish all."""
+    if not states and not layouts:
+        yield from sections()
+    if states:
+        yield from gpu_states.sections()
+    if layouts:
+        yield layouts_here
+
+
+def layouts_here() -> Iterator[Row]:
+    """Return the rows of ranks that share the work of chunks on this device."""
+    return gpu_layouts.shared_work("cuda", gpu_layouts.ways())
+
+
 def sections() -> Iterator[Callable[[], Iterable[Row]]]:
     """Yield the sections; those with predictions, the first and the last two, need the simulator's packages."""
     yield lambda: blocks("cuda", eager_cluster(), BLOCKS)
     yield gpu_hazards.rows
     yield gpu.shared
+    yield layouts_here
     yield from gpu_states.sections()
     yield lambda: gpu_states.overheads("cuda", eager_cluster())
     yield lambda: kernels(eager_cluster())

@@ -39,7 +39,7 @@ def test_a_buffer_that_is_kept_beyond_the_plan_is_seen() -> None:
 def test_every_section_of_the_check_is_listed() -> None:
     names = {"sharded", "mixed", "peaks", "saved"}
     assert {section.func.__name__ for section in gpu_states.sections()} == names
-    assert len(list(gpu_check.sections())) == len(names) + 5 and {"sharded", "mixed"} <= set(gpu_check.PROVES)
+    assert len(list(gpu_check.sections())) == len(names) + 6 and {"sharded", "mixed"} <= set(gpu_check.PROVES)
 
 
 @pytest.mark.long
