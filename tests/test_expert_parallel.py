@@ -32,6 +32,7 @@ CASES: dict[str, tuple[Mesh, list[Any]]] = {
     "two": (Mesh(ep=2), [rows()]),
     "four, zero 3": (Mesh(ep=4), [rows(zero=3)]),
     "dp, zero 1": (Mesh(dp=2, ep=2), [rows(zero=1)]),
+    "two stages": (Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()]),
     "1f1b, dp, recompute": (Mesh(dp=2, ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows(), INPUTS]),
     "zbv, zero 3": (Mesh(ep=2, pp=2), [recipes.zbv(pp=2, microbatches=4), rows(zero=3)]),
     "dualpipe, four": (Mesh(ep=4, pp=2), [recipes.dualpipe(pp=2, microbatches=2), rows()]),
@@ -133,8 +134,9 @@ def test_what_crosses_is_not_repeated() -> None:
     assert [o.spec.shape for o in home.outputs if o.kind == "value" and o.spec.dtype == "int64"] == [(4, 16)]
 
 
-def test_in_processes(pool: Pool) -> None:
-    assert_right(compiled(Mesh(dp=2, ep=2), [rows(zero=1)]), launcher="processes", pool=pool)
+@pytest.mark.parametrize("case", ["dp, zero 1", "two stages"])
+def test_in_processes(case: str, pool: Pool) -> None:
+    assert_right(compiled(*CASES[case]), launcher="processes", pool=pool)
 
 
 def test_the_recipe_is_the_directive() -> None:

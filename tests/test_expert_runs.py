@@ -99,6 +99,21 @@ def test_an_exchange_takes_as_long_as_an_all_to_all_of_its_bytes() -> None:
     assert [s.end - s.start for s in spans] == pytest.approx([expected] * len(spans))
 
 
+NEAR, FAR = 1.9e-6 + 3 / 4 * 5120 / 370e9, 4e-6 + 2 / 4 * 5120 / 48.5e9
+"""Of four parts three go to devices of the same node; or, of two nodes, two to the other one."""
+
+
+@pytest.mark.parametrize(("cluster", "seconds"), [("h100x4", NEAR), ("h100x2*2", FAR)])
+def test_an_exchange_by_hand(cluster: str, seconds: float) -> None:
+    """Two rows, five places of each of four experts, width 16, float64."""
+    plan = compiled(Mesh(ep=4), [rows()]).plan
+    spans = [s for s in simulate(plan, load_cluster(cluster)).trace.spans if s.stream == "ep"]
+    program = plan.roles[0].program
+    assert {plan.values[program[s.instr].parts[0].reads[0]].nbytes for s in spans} == {2 * 5 * 4 * 16 * 8}
+    assert [s.end - s.start for s in spans] == pytest.approx([seconds] * len(spans))
+    assert len(spans) == 4 * 4 * shared_jobs.SIZES["experts"].layers
+
+
 def test_emulated_as_simulated(pool: Pool) -> None:
     simulated = simulate(pair(2).plan, H100, contention=False).step_s
     found = [abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1)]

@@ -67,6 +67,8 @@ class Layer(nn.Module):
         hidden = torch.bmm(stacked, self.up)
         if self.kind == "bias":
             hidden = hidden + self.bias
+        if self.kind == "bias by Fourier":
+            hidden = hidden + torch.fft.fft(self.bias).real
         hidden = F.dropout(F.silu(hidden), 0.1 if self.kind == "dropout" else 0.0)
         if self.kind == "softmax over experts":
             hidden = hidden.softmax(0)
@@ -110,9 +112,22 @@ def test_experts_of_any_form_are_one_device(kind: str) -> None:
     parity.assert_parity(found, expected)
 
 
+def test_experts_of_one_layer_alone() -> None:
+    """The other layer's are whole on every device, and replicas along ep, too."""
+    made = compiled("", selection=where(layer=0, experts=ANY))
+    found = piper.execute(made, steps=2, launcher="inline", gradients=True)
+    parity.assert_parity(found, parity.reference(job(""), replicas=2, microbatches=1, steps=2, head=made.plan.chunks[-1].id))
+    assert {p.name: len(p.layout) for p in made.plan.params if p.name.endswith(".up")} == {"layers.0.up": 1, "layers.1.up": 0}
+
+
 REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
     (lambda: compiled("", Mesh(ep=3)), DirectiveError, "experts of layer0_experts0: 3 devices cannot share 4 evenly; 2 can"),
     (lambda: compiled("dropout"), DirectiveError, "layer0_experts0 draws random numbers"),
+    (
+        lambda: compiled("bias by Fourier"),
+        DirectiveError,
+        "parameter 'layers.0.bias' of layer0_experts0 has no dimension of experts, and its gradient is no sum over them",
+    ),
     (lambda: compiled("routes inside"), DirectiveError, "passes between experts and the rest, and no dimension of it"),
     (
         lambda: compiled("used outside"),

@@ -6,7 +6,7 @@ The plan's bytes are added up here once more, from what its instructions allocat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
             yield Planned(index, before, live, fullest[index] - states)
 
 
-def lies(plan: Plan, records: dict[int, MemoryRecord]) -> list[str]:
+def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
     """In what a plan is wrong about memory."""
     out = []
     for rank, record in records.items():
