@@ -46,8 +46,16 @@ class Package:
             if isinstance(node, ast.Import):
                 yield from (a.name for a in node.names if a.name.partition(".")[0] == self.name)
             elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == self.name:
-                whole = [f"{node.module}.{a.name}" for a in node.names]  # the name may be that of a module
-                yield from (name if self._exists(name) else str(node.module) for name in whole)
+                for alias in node.names:  # it may be the name of a module
+                    whole = f"{node.module}.{alias.name}"
+                    yield whole if self._exists(whole) and alias.name not in self._exported(str(node.module)) else str(node.module)
+
+    def _exported(self, module: str) -> list[str]:
+        """Return the names in `__all__` of a folder: a function may be named as the module that holds it."""
+        init = self.source.joinpath(*module.split(".")[1:], "__init__.py")
+        body = ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []
+        lists = [n.value for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        return [name for value in lists for name in ast.literal_eval(value)]
 
     def _exists(self, module: str) -> bool:
         path = self.source.joinpath(*module.split(".")[1:])
