@@ -47,8 +47,8 @@ class Package:
                 yield from (a.name for a in node.names if a.name.partition(".")[0] == self.name)
             elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == self.name:
                 for alias in node.names:  # it may be the name of a module
-                    whole = f"{node.module}.{alias.name}"
-                    yield whole if self._exists(whole) and alias.name not in self._exported(str(node.module)) else str(node.module)
+                    folder, whole = str(node.module), f"{node.module}.{alias.name}"
+                    yield whole if self._exists(whole) and alias.name not in self._exported(folder) else folder
 
     def _exported(self, module: str) -> list[str]:
         """Return the names in `__all__` of a folder: a function may be named as the module that holds it."""
