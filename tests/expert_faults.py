@@ -207,6 +207,8 @@ def _rewritten(c: Composition) -> Iterator[None]:
         for kept in (store._sharded, store._traced, store._joints):
             for key in [key for key in kept if key[0] in made]:
                 del kept[key]
+        for code in made & store._expected.keys():
+            del store._expected[code]
 
     forget()
     try:

@@ -10,7 +10,7 @@ suite objects. The exit code is 1 if a fault survives.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -105,7 +105,7 @@ def plan_of(case: Composition) -> Plan:
     return compositions.compiled(case).plan
 
 
-def judge(mutant: Mutant, by_all: bool = True) -> Result:
+def judge(mutant: Mutant, by_all: bool = True, cases: Sequence[Composition] = CASES) -> Result:
     """Try a fault on the cases until it is caught, by `verify` and the parity suite or else by the first that catches it.
 
     ValueError when no case offers a place for it.
@@ -113,7 +113,7 @@ def judge(mutant: Mutant, by_all: bool = True) -> Result:
     if mutant.run is not None:
         return _judge_run(mutant, mutant.run)
     tried = False
-    for case in CASES:
+    for case in cases:
         plan: Plan | None = plan_of(case)
         assert plan is not None
         if mutant.change is not None and (plan := mutant.change(plan)) is not None:

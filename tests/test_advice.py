@@ -495,7 +495,7 @@ def texts() -> Iterator[tuple[str, str]]:
 def unknown_names(text: str) -> list[str]:
     """Names in a message that do not exist: of `piper`, arguments of Job, Precision and region, and directives."""
     fields = {kind.__name__: {f.name for f in dataclasses.fields(kind)} for kind in (piper.Job, piper.Precision)}
-    fields["region"] = {"opaque", "stage"}
+    fields["region"] = {"experts", "opaque", "stage"}
     named = [f"piper.{n}" for n in re.findall(r"\bpiper\.([a-zA-Z]\w*)", text) if not hasattr(piper, n)]
     for kind, known in fields.items():
         named += [f"{kind}({n}=" for n in re.findall(rf"\b{kind}\((\w+)=", text) if n not in known]
