@@ -42,9 +42,12 @@ def expected(name: str, replicas: int, microbatches: int, head: str) -> parity.R
     return parity.reference(job(name), replicas=replicas, microbatches=microbatches, head=head)
 
 
-def compiled(name: str, mesh: Mesh, directives: Sequence[Any], *, stream: str = "", keep: bool = False) -> Compiled:
+def compiled(
+    name: str, mesh: Mesh, directives: Sequence[Any], *, stream: str = "", keep: bool = False, cut: bool = False
+) -> Compiled:
     """A job whose chunks the devices along tp share, and further directives."""
-    return piper.compile(job(name), Strategy(mesh, [piper.shard(piper.where(), stream=stream, keep=keep), *directives]))
+    asked = piper.shard(piper.where(), stream=stream, keep=keep, cut=cut)
+    return piper.compile(job(name), Strategy(mesh, [asked, *directives]))
 
 
 def run(made: Compiled, *, launcher: str = "inline", steps: int = parity.STEPS, **more: Any) -> Run:

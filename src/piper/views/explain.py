@@ -18,7 +18,7 @@ from piper_ir.sizes import bind
 from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
-PURPOSES = {"expert": "tokens to experts and back"}
+PURPOSES = {"expert": "tokens to experts and back", "terms": "sums of what devices that share chunks have made"}
 """The words for what a channel carries, where its name alone says too little."""
 FEW = 0.3
 """The share of backward in W below which there is little to schedule; transformers of linear layers have half."""

@@ -27,12 +27,12 @@ from piper_ir.graph_parts import (
     Applied,
     At,
     Coord,
+    Exchange,
     GraphValue,
     Mbs,
     Node,
     OverlapGroup,
     Replication,
-    TokenExchange,
     TransferStreams,
     common,
     compute_id,
@@ -80,7 +80,7 @@ class Graph(NamedNodes, Selecting):
         overlaps: the groups that an order leaves open.
         roles: role -> the mesh coordinates that it fixes.
         transports: role -> its streams for point-to-point communication.
-        exchanges: axis -> how its devices exchange tokens with experts.
+        exchanges: axis -> how its devices exchange what passes between chunks: tokens of experts, or terms of sums.
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
         microbatches: how many; 0 before the batch is split.
@@ -100,7 +100,7 @@ class Graph(NamedNodes, Selecting):
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transports: Mapping[str, TransferStreams] = field(default_factory=dict)
-    exchanges: Mapping[str, TokenExchange] = field(default_factory=dict)
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     channels: Mapping[str, Channel] = field(default_factory=dict)
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)

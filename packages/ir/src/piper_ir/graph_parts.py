@@ -197,8 +197,8 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenExchange:
-    """Say how the devices along an axis exchange tokens with experts: on which stream, and with how many SMs."""
+class Exchange:
+    """Say how the devices along an axis exchange what passes between chunks: on which stream, and with how many SMs."""
 
     stream: str
     sms: int | None = None

@@ -35,6 +35,8 @@ class DimPart:
 
 EXPERTS = "experts"
 """The name of the index of a mixture's experts, and of the coordinate of the regions that compute them."""
+SHARED = "shared"
+"""The coordinate of the chunks that devices share, where the others are computed whole by each."""
 ROWS = "rows"
 """The stream of an axis whose devices each have rows of their own, and trade them for those of their experts."""
 
@@ -61,6 +63,7 @@ class Sharding:
         selection: the chunks that they share; all where it is None.
         bound: of dropless mixtures, the places for rows of another device over the mean of these.
         overflow: what becomes of more rows: "rounds", "error" or "drop".
+        cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
     """
 
     over: str
@@ -75,6 +78,7 @@ class Sharding:
     selection: Where | None = field(default=None, repr=False)
     bound: float = field(default=1.25, repr=False)
     overflow: str = field(default="rounds", repr=False)
+    cut: bool = field(default=False, repr=False)
 
     @property
     def way(self) -> str:

@@ -57,7 +57,8 @@ class Channel:
         streams: the stream that uses it on each of the roles.
         over: the mesh axes along which the ranks of a group differ.
         purpose: the kind of data that it carries; "tensor" for what is exchanged inside of steps,
-            "expert" for the tokens of experts on their way to them and back.
+            "expert" for the tokens of experts on their way to them and back, "terms" for values between chunks of
+            which devices that share the chunks have terms of a sum.
         sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
             copy engines move it. Only simulations read it.
     """
@@ -67,7 +68,9 @@ class Channel:
     roles: tuple[str, ...]
     streams: tuple[str, ...]
     over: tuple[str, ...] = ()
-    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm", "tensor", "expert"] = "activation"
+    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm", "tensor", "expert", "terms"] = (
+        "activation"
+    )
     sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:

@@ -241,6 +241,8 @@ class Chunk:
         keep: the policy of recomputation under which it is so: which tensors F keeps for I and W. The chunks of a
             program keep all; its variants do not.
         experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.
+        terms: the values that it writes of which each device along some axes has a term, as (port, axes): who reads one
+            reads the sum, which an all-reduce between the chunks makes.
     """
 
     id: str
@@ -254,6 +256,11 @@ class Chunk:
     opaque: bool = False
     keep: str = KEEP_ALL
     experts: str = ""
+    terms: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def summed(self, port: str) -> tuple[str, ...]:
+        """Return the axes along which devices hold terms of what a port writes."""
+        return next((axes for name, axes in self.terms if name == port), ())
 
     @property
     def trades(self) -> str:

@@ -86,7 +86,12 @@ def with_experts(captured: Captured) -> Captured:
     asked = captured.program.layers
     with _torch.CAPTURING:
         pieces = cut(captured.forward, asked, experts=True)
-        return _Assembly(captured.forward, pieces, captured.reduce, asked, captured.code).captured()
+        return assembled(captured.forward, pieces, captured.reduce, asked, captured.code)
+
+
+def assembled(forward: Forward, pieces: Cut, reduce: torch.dtype | None, asked: tuple[str, ...], store: CodeStore) -> Captured:
+    """Return the capture of a graph that is cut, with its code in `store`; `asked` says what its layers are."""
+    return _Assembly(forward, pieces, reduce, asked, store).captured()
 
 
 def with_layers(captured: Captured, asked: tuple[str, ...]) -> Captured:

@@ -194,10 +194,10 @@ def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.mul, (placeholder, 1))
 
 
-def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False) -> Cut:
+def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False, shared: frozenset[fx.Node] = frozenset()) -> Cut:
     """Split the captured graph at every change of coordinates; `asked` says what its layers are (`layers`).
 
-    The coordinates of experts count where they are asked for.
+    The coordinates of experts count where they are asked for. The operations `shared` have one of their own.
     """
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
@@ -205,7 +205,7 @@ def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False)
     free = free_nodes(live, forward, facts)
     bound = [n for n in live if n not in free]
     layers = chosen_layers(forward, bound, asked)
-    regions = assign(bound, own_coords(forward, bound, layers, experts=experts), facts)
+    regions = assign(bound, own_coords(forward, bound, layers, experts=experts, shared=shared), facts)
     if not regions:
         raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
     repeated = free | spread_nodes(bound, facts) if experts else free

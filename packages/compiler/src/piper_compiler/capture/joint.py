@@ -344,6 +344,12 @@ def _check_product(node: fx.Node) -> None:
         raise CaptureError(f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}")
 
 
+def origin_of(node: fx.Node) -> str:
+    """Return the name of the operation of the captured graph that made a node of a joint graph; "" for none."""
+    sources = node.meta.get("from_node") or ()
+    return str(sources[0].name) if sources else ""
+
+
 def _where(node: fx.Node | None) -> str:
     """Return ' at file:line: code' of the user's line that made the node, or nothing where it is not known."""
     return _line_of(str(node.meta.get("stack_trace") or "")) if node is not None else ""

@@ -4,8 +4,8 @@ An operation's own coordinates are those of the regions and tagged modules aroun
 the operations in program order:
 
 1. An operation without user coordinates takes those of its latest producer: the last one in the latest region. Without
-   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque` and
-   `experts` are never taken over.
+   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque`,
+   `experts` and `shared` are never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
    producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
    none.
@@ -13,7 +13,7 @@ the operations in program order:
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
    between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
-   unless that is opaque or one of experts.
+   unless that is opaque, or one of experts or of shared operations.
 4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
    bytes cross then (`sinking`).
 
@@ -38,9 +38,11 @@ from piper_compiler.capture.replay import ReplayFacts
 from piper_compiler.capture.sinking import Sinking
 from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, module_coords, rest_coords
 from piper_ir.errors import CaptureError
-from piper_ir.layout import EXPERTS
+from piper_ir.layout import EXPERTS, SHARED
 
 Coords = dict[str, int]
+ALONE = (EXPERTS, SHARED, OPAQUE)
+"""The coordinates of regions that have no operations but those that were written in them, or are marked."""
 
 DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
 """The statements without a tensor result that have no effect on a training step."""
@@ -126,10 +128,12 @@ def _writes_silently(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, _torch.OpOverload)
 
 
-def own_coords(forward: Forward, nodes: Iterable[fx.Node], layers: Layers, *, experts: bool) -> dict[fx.Node, Coords]:
+def own_coords(
+    forward: Forward, nodes: Iterable[fx.Node], layers: Layers, *, experts: bool, shared: frozenset[fx.Node]
+) -> dict[fx.Node, Coords]:
     """Return each operation's coordinates from regions, tagged modules and layers; inner ones come first.
 
-    Without `experts` they lack that coordinate, as if nobody had given it.
+    Without `experts` they lack that coordinate, as if nobody had given it. Those in `shared` have that coordinate.
     """
     found: dict[fx.Node, Coords] = {}
     for node in nodes:
@@ -154,6 +158,8 @@ def own_coords(forward: Forward, nodes: Iterable[fx.Node], layers: Layers, *, ex
             coords.setdefault(LAYER, layer)
         if not experts:
             coords.pop(EXPERTS, None)
+        if node in shared:
+            coords[SHARED] = 0
         found[node] = coords
     return found
 
@@ -255,7 +261,7 @@ class _Assigner:
         first, last = self._layered
         if layer is None and first < self._position[node] < last and _user(before) == user:
             layer = before.get(LAYER)
-        alone = {name: own[name] for name in (EXPERTS, OPAQUE) if name in own}
+        alone = {name: own[name] for name in ALONE if name in own}
         return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {}) | alone
 
     def _region(self, node: fx.Node, coords: Coords) -> Region:
@@ -304,11 +310,11 @@ class _Assigner:
 
 def _alone(coords: Mapping[str, int]) -> bool:
     """Return whether a region has no operations but those that were written in it."""
-    return OPAQUE in coords or EXPERTS in coords
+    return any(name in coords for name in ALONE)
 
 
 def _user(coords: Mapping[str, int]) -> Coords:
-    return {k: v for k, v in coords.items() if k not in (LAYER, EXPERTS, OPAQUE)}
+    return {k: v for k, v in coords.items() if k not in (LAYER, *ALONE)}
 
 
 def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> list[Region]:

@@ -19,6 +19,7 @@ from piper_compiler.capture.layouts import (
     split_degrees,
 )
 from piper_compiler.capture.routed import RoutedLayouts
+from piper_compiler.capture.seams import with_seams
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.stepgraph import Joint
 from piper_compiler.capture.tables import constant_values, with_tables
@@ -45,7 +46,9 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
 def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
     wanted = next((one for one in asked if one.experts), None)
     if wanted is None:
-        return _Shared(captured, _split(captured, asked)).captured()
+        split = _split(captured, asked)
+        seams = any(one.cut for one in split)
+        return _Shared(with_seams(captured, split, params_of(captured.program)) if seams else captured, split).captured()
     if () not in captured.shared:  # the same, cut at the regions of experts
         captured.shared[()] = with_experts(captured)
     apart = captured.shared[()]
@@ -140,6 +143,8 @@ class _Shared:
         if self._experts is not None and self._routes(chunk):
             return store.routed(code, self._experts.routed)
         agreed = with_tables(agreed, chunk, self._constants)
+        if any(one.cut for one in asked):
+            agreed = replace(agreed, open=frozenset(k for k, o in enumerate(chunk.outputs) if o.kind == "value"))
         if self._experts is not None and (dispatch := self._experts.dispatch(chunk)).changes:
             code = store.dispatched(code, dispatch)
         return store.shared(code, asked, agreed, self._params_of[chunk.code]) if asked else code
@@ -167,7 +172,9 @@ class _Shared:
         axis = self._experts.axis if self._experts is not None and self._experts.computes(chunk) else ""
         if self._experts is not None and axis and not self._routes(chunk):
             self._experts.check_steps(chunk, body)
-        return replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code, experts=axis)
+        made = replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code, experts=axis)
+        cut = any(one.cut for one in self._asked_of(chunk))
+        return replace(made, terms=self._captured.code.layouts(code, TRACE_ROWS[0][0]).terms) if cut else made
 
     def _body(self, chunk: Chunk, code: str) -> Chunk:
         store = self._captured.code

@@ -17,6 +17,13 @@ With stream="rows" the devices share the experts of the selected chunks, and hav
     after   layer0.F@0 -> AllToAll -> layer0_experts0.F@0 -> AllToAll -> layer0.1.F@0
             the one in the middle with the rows of all ranks, and this rank's experts
 
+With cut=True the devices make sums between chunks, and not inside of steps: each chunk is cut where they begin and end
+to share its work, and the sums are all-reduces on a stream of their own, which compute of another microbatch can hide
+(Wang et al., Domino, arXiv 2409.15241).
+
+    before  layer0.F@0, with two sums inside
+    after   layer0.F@0 -> layer0_shared0.F@0 -> AllReduce -> layer0.1.F@0 -> layer0_shared0.1.F@0 -> AllReduce -> ...
+
 Legality
  1. It stands before every other directive, and selects all chunks; with stream="rows" those that compute experts.
  2. `over` is the name of an axis that no other directive uses. An axis of one device changes nothing. With
@@ -30,14 +37,16 @@ Legality
  8. Each name in `index` is that of an index, no op wants it whole, and the devices divide it.
  9. Where tokens are shared, the devices divide them, and no region is opaque.
 10. The optimizer is one that works element by element where parameters are in parts: SGD, Adam or AdamW.
-11. `channel` and `sms` stand with stream="rows" alone: the name of a stream other than compute's, and a number from 0
-    or None. `index` names one index there, and `keep` is False.
+11. `channel` and `sms` stand with stream="rows" or cut=True alone: the name of a stream other than compute's, and a
+    number from 0 or None. With stream="rows" `index` names one index, and `keep` is False.
 12. With stream="rows" what passes between the selected chunks and others has a dimension of experts and one of rows.
     These chunks draw no random numbers and read no batch tensor, and their other parameters have gradients that are
     sums over experts.
 13. `bound` and `overflow` stand with stream="rows" alone, for dropless mixtures: a positive number; "rounds", "error"
     or "drop". A region of such a mixture holds one `route` and one `unroute`, between which only stacks of weights
     [experts, ...] are read, and no other `shard` divides its tokens.
+14. `cut` is True or False. It stands without `stream`, index="tokens" and `keep`, and no other `shard` stands beside
+    it. No chunk draws random numbers: their order is that of a whole layer.
 """
 
 from __future__ import annotations
@@ -49,7 +58,7 @@ from dataclasses import dataclass
 from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
-from piper_ir.graph_parts import TokenExchange
+from piper_ir.graph_parts import Exchange
 from piper_ir.layout import ROWS, Sharding
 from piper_ir.mesh import AXES, Mesh, whole_axis
 from piper_ir.plan import COMPUTE
@@ -80,13 +89,15 @@ class Shard:
         order: which tokens a device has then: "blocks", or one block from the front and one from the back ("zigzag"),
             with which a causal ring gives all devices equal work. It is "zigzag" by itself for "ring" and "gather"
             where attention is causal.
-        channel: name of the stream of the exchanges with experts (default: that of the axis).
+        channel: name of the stream of the exchanges between chunks (default: that of the axis).
         sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for what its cluster says. Only
             simulations read it.
         bound: of a dropless mixture, the rows that a device has places for over those that would come from each other
             one if all experts were chosen equally often.
         overflow: what becomes of more rows: "rounds" sends them in further rounds, which takes time and no memory;
             "error" ends the run; "drop" leaves out the last tokens, as a capacity does.
+        cut: whether chunks are cut where devices begin and end to share their work, so that sums are made between them
+            and can be hidden. A plan has several times as many instructions then.
         site: where the user wrote it.
     """
 
@@ -101,6 +112,7 @@ class Shard:
     sms: int | None = None
     bound: float = BOUND
     overflow: str = OVERFLOWS[0]
+    cut: bool = False
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
@@ -146,14 +158,23 @@ class Shard:
         if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
             raise fail(self, 11, f"sms={self.sms!r}; a number from 0, or None, is accepted")
         self._check_bound()
+        self._check_cut()
         if not self.experts:
-            if self.channel or self.sms is not None:
-                raise fail(self, 11, 'channel and sms are for the exchanges with experts: use stream="rows", or leave them out')
+            if (self.channel or self.sms is not None) and not self.cut:
+                text = 'channel and sms are for exchanges between chunks: use stream="rows" or cut=True, or leave them out'
+                raise fail(self, 11, text)
             return
         if self.context or len(self.names) != 1:
             raise fail(self, 11, f'index={self.index!r}; with stream="rows" one index is named, such as "experts"')
         if self.keep:
             raise fail(self, 11, 'keep=True: nothing is gathered with stream="rows"; leave it out')
+
+    def _check_cut(self) -> None:
+        if type(self.cut) is not bool:
+            raise fail(self, 14, f"cut={self.cut!r}; True or False is accepted")
+        given = (("stream", self.stream), ("index", self.context and self.index), ("keep", self.keep))
+        if self.cut and (other := next((f"{name}={value!r}" for name, value in given if value), "")):
+            raise fail(self, 14, f"cut=True and {other}: only sums are made between chunks; leave one of the two out")
 
     def _check_experts(self, graph: Graph) -> None:
         """Raise DirectiveError where the program was not made for experts that devices share."""
@@ -205,13 +226,14 @@ class Shard:
             selection=selection,
             bound=float(self.bound),
             overflow=self.overflow,
+            cut=self.cut,
         )
 
     def apply(self, graph: Graph) -> Graph:
-        if not self.experts or graph.mesh.size(self.over) == 1:
+        if not (self.experts or self.cut) or not graph.mesh.along(self.over):
             return graph
         edit = graph.edit()
-        edit.exchanges[self.over] = TokenExchange(self.channel or self.over, self.sms)
+        edit.exchanges[self.over] = Exchange(self.channel or self.over, self.sms)
         return edit.done()
 
     def decided(self) -> Decided | None:
@@ -230,6 +252,10 @@ def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding,
             if before.over == item.over or (before.context, before.experts) == (item.context, item.experts):
                 text = f"{describe(before)} shares the same already, over {before.over}; keep one of the two"
                 raise fail(item, 5, text)
+    for item in wide:
+        if item.cut and len(wide) > 1:
+            other = next(d for d in wide if d is not item)
+            raise fail(item, 14, f"cut=True beside {describe(other)}: only one of the two can be; leave cut=True out")
     return tuple(d.sharding(mesh) for d in wide)
 
 

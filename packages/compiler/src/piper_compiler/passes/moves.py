@@ -1,15 +1,20 @@
-"""Add an exchange to each edge between experts and the rest of a model, forward and backward alike.
+"""Add an exchange to each edge between chunks that see a value in different ways, forward and backward alike.
 
-A value is exchanged once for all who read it on a role. It is exchanged where it is read: what comes from another role
-is received first.
+Tokens are exchanged between experts and the rest of a model, and what devices hold terms of is summed up. A value is
+exchanged once for all who read it on a role. It is exchanged where it is read: what comes from another role is received
+first.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.graph_parts import GraphValue, common, in_mbs, without
-from piper_ir.ops import COMM, Collective
+from piper_ir.mesh import whole_axis
+from piper_ir.ops import COMM, Collective, Compute
 from piper_ir.plan import Channel
 
 
@@ -19,7 +24,7 @@ def check_exchanges(graph: Graph) -> None:
         raise CompileError(f"the program was made for devices that share experts over {lost[0]}; compile its job, or keep shard")
     over = {a for r in graph.replication.values() for a in r.over}
     for axis in graph.exchanges:
-        if axis not in over:
+        if axis in dict(graph.program.experts) and axis not in over:
             raise CompileError(
                 f"devices share experts over {axis} (by shard), and each has rows of its own elsewhere: name {axis} in "
                 f"replicate, too, as in replicate(where(), over={(*sorted(over), axis)!r})"
@@ -44,18 +49,44 @@ def _side(edit: Editor, node: Node) -> str:
     return edit.graph.program.chunk(str(chunk)).trades if chunk is not None else ""
 
 
+@dataclass(frozen=True)
+class _Move:
+    """Say along which axis a value is exchanged, and how.
+
+    Attributes:
+        over: the mesh axes of the ranks that take part: those into which the axis is split.
+    """
+
+    axis: str
+    kind: str
+    purpose: Literal["expert", "terms"]
+    over: tuple[str, ...]
+    coord: str
+
+
 def _connect(edit: Editor, node: Node, value: str) -> None:
-    """Let a node read an exchanged value where its writer is on the other side."""
+    """Let a node read an exchanged value where its writer has it in another way."""
     here = _side(edit, node)
     for writer, mbs in list(edit.writers_of(value, node.mbs)):
         there = _side(edit, writer)
-        if here != there:
-            copy = _exchanged(edit, value, in_mbs(writer, mbs), node.role, here or there)
+        move = _Move(here or there, "all_to_all", "expert", (here or there,), "alltoall") if here != there else None
+        if (move := move or _sum(edit, writer, value)) is not None:
+            copy = _exchanged(edit, value, in_mbs(writer, mbs), node.role, move)
             edit.reread(in_mbs(node, mbs), value, copy)
 
 
-def _exchanged(edit: Editor, value: str, writer: Node, role: str, axis: str) -> str:
+def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
+    """Return how a value is summed up of which devices hold terms; None for all others."""
+    if not isinstance(writer.op, Compute):
+        return None
+    chunk, _, port = value.rpartition(":")
+    over = edit.graph.program.chunk(chunk).summed(port) if chunk == writer.op.chunk else ()
+    return _Move(whole_axis(over[0]), "all_reduce", "terms", over, "allreduce") if over else None
+
+
+def _exchanged(edit: Editor, value: str, writer: Node, role: str, move: _Move) -> str:
     """Return the id of the value after its exchange, which is added on first use."""
+    axis = move.axis
     held, copy = edit.values[value], f"{value}#{axis}"
     edit.values[copy] = GraphValue(held.spec, held.category, f"{held.tail}#{axis}")
     mbs = writer.mbs
@@ -65,10 +96,10 @@ def _exchanged(edit: Editor, value: str, writer: Node, role: str, axis: str) -> 
         if not mbs:
             return copy
     stream = edit.graph.exchanges[axis]
-    id = f"{axis}.{role}.{stream.stream}"
+    id = f"{'+'.join(move.over)}.{role}.{stream.stream}"
     sms = () if stream.sms is None else (stream.sms,)
-    edit.channels.setdefault(id, Channel(id, "group", (role,), (stream.stream,), (axis,), "expert", sms))
-    coords = {**writer.coords, "op": "alltoall"}
-    op = Collective("all_to_all", id)
+    edit.channels.setdefault(id, Channel(id, "group", (role,), (stream.stream,), move.over, move.purpose, sms))
+    coords = {**writer.coords, "op": move.coord}
+    op = Collective(move.kind, id)
     edit.add(Node(f"move.{copy}", op, coords, (value,), (copy,), role, stream.stream, mbs, f"{held.tail}#{axis}"))
     return copy

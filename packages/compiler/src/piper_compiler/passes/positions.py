@@ -45,7 +45,7 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     order = np.lexsort((c.place[nodes], meets, c.role[nodes]))
     nodes, receive = nodes[order], receive[order]
     early = c.each(_early(graph, deps, recv_ahead))[nodes]
-    patient = c.each(isinstance(n.op, Collective) and not _urgent(n, n.op) for n in deps.nodes)[nodes] > 0
+    patient = c.each(isinstance(n.op, Collective) and not _urgent(graph, n, n.op) for n in deps.nodes)[nodes] > 0
 
     reader, need = np.full(len(c.of), NEVER), np.full(len(c.of), -1)
     read = c.comm[c.source] & ~c.comm[c.target]
@@ -63,9 +63,11 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     return Positions(nodes, wanted, counts)
 
 
-def _urgent(node: Node, op: Collective) -> bool:
+def _urgent(graph: Graph, node: Node, op: Collective) -> bool:
     """Return whether compute soon needs what a collective writes, unlike what is reduced for the end of the step."""
-    return op.law.state == "param" or (bool(node.writes) and not op.law.in_place)
+    return op.law.state == "param" or (
+        bool(node.writes) and (not op.law.in_place or graph.channels[op.channel].purpose == "terms")
+    )
 
 
 def _slices(counts: Ints) -> list[slice]:

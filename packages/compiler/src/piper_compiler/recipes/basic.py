@@ -90,15 +90,15 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
     )
 
 
-def tensor_parallel(*, sequence: bool = False) -> tuple[Directive, ...]:
+def tensor_parallel(*, sequence: bool = False, cut: bool = False) -> tuple[Directive, ...]:
     """Let the devices along the mesh axis tp share the work of every chunk; see `shard`.
 
-    With `sequence` they share along its tokens what passes from layer to layer, too. It composes with the recipes
-    written after it.
+    With `sequence` they share along its tokens what passes from layer to layer, too. With `cut` they make sums between
+    chunks, where compute of another microbatch can hide them. It composes with the recipes written after it.
     """
     if type(sequence) is not bool:
         raise DirectiveError(f"tensor_parallel(sequence={sequence!r}): True or False is accepted")
-    return (shard(where(), over="tp", stream="tokens" if sequence else ""),)
+    return (shard(where(), over="tp", stream="tokens" if sequence else "", cut=cut),)
 
 
 def context_parallel(*, attention: str = "heads", order: str = "") -> tuple[Directive, ...]:

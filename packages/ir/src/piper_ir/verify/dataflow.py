@@ -67,6 +67,8 @@ class _Blocks:
 
 _Origin = Atom | _Sum | _Blocks
 SEED = "seed"
+NOWHERE = frozenset[str]()
+"""No axes."""
 
 
 def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None:
@@ -191,17 +193,22 @@ class _Dataflow:
         if port.startswith("tan"):
             return _Asked(port, frozenset(self._term(chunk, *term) for term in self._tangents[chunk.id, port]))
         if not port.startswith("in"):
-            return _Asked(port, frozenset([(chunk.id, port)]))
+            return _Asked(port, frozenset([((chunk.id, port), NOWHERE)]))
         entry = chunk.inputs[int(port[2:])]
         if entry.kind == "batch":
-            return _Asked(port, frozenset([("", entry.ref)]))
+            return _Asked(port, frozenset([(("", entry.ref), NOWHERE)]))
         source, _, output = entry.ref.rpartition(":")
         return _Asked(port, frozenset([self._term(chunk, source, output)]))
 
-    def _term(self, reader: Chunk, source: str, port: str) -> Term:
-        """Return what a chunk reads of another: exchanged where one of the two alone is of experts."""
-        axes = {reader.trades, self._plan.chunk(source).trades if source else reader.trades}
-        return (source, port) if len(axes) == 1 else _exchanged((source, port), axes - {""})
+    def _term(self, reader: Chunk, source: str, port: str) -> tuple[Term, frozenset[str]]:
+        """Return what a chunk reads of another, and the axes over which that is summed up.
+
+        It is exchanged where one of the two alone is of experts.
+        """
+        writer = self._plan.chunk(source) if source else reader
+        axes = {reader.trades, writer.trades}
+        term = (source, port) if len(axes) == 1 else _exchanged((source, port), axes - {""})
+        return term, frozenset(writer.summed(port)) if source else NOWHERE
 
     def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
         reads = list(part.reads)
@@ -244,25 +251,26 @@ def _counted(bucket: str, once: frozenset[str]) -> Atom:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch.
+    """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch and summed over some axes.
 
-    `only` is the term where there is a single one.
+    `only` is the term where there is a single one that is not summed.
     """
 
     name: str
-    terms: frozenset[Term]
+    terms: frozenset[tuple[Term, frozenset[str]]]
     only: Term | None = None
 
     def __post_init__(self) -> None:
         if len(self.terms) == 1:
-            object.__setattr__(self, "only", next(iter(self.terms)))
+            ((term, over),) = self.terms
+            object.__setattr__(self, "only", None if over else term)
 
     def problem(self, origin: _Origin, mb: int) -> str:
         """Return how a value differs from what the port asks for in a microbatch; "" when it does not."""
         if isinstance(origin, tuple) and origin == (self.only, mb):
             return ""
         opened = _open(origin)
-        wanted = Counter({((term, mb), frozenset[str]()): 1 for term in self.terms})
+        wanted = Counter({((term, mb), over): 1 for term, over in self.terms})
         return "" if opened == wanted else _difference(opened, wanted)
 
 

@@ -43,7 +43,7 @@ RULES: dict[str, str] = {
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
     "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
     "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch, exchanged once between experts and the "
-    "rest; a tangent sums its consumers' gradients",
+    "rest, and summed up once where devices hold terms; a tangent sums its consumers' gradients",
     "R30-shards": "ranks share a bucket's states along axes of its replication, in equal parts of whole 256 bytes; each role has "
     "channels among just the sharers",
     "R31-gathered": "who reads a parameter that ranks share holds a value gathered from its bucket, or follows its gather",
@@ -55,7 +55,7 @@ RULES: dict[str, str] = {
     "R35-parts": "sharers of a chunk run one role with the same rows; parameters have equal parts along axes of sharers alone, "
     "and those of a bucket along the same, with gradients that are terms of a sum along the same",
     "R36-inside": "steps meet along axes of sharers, on a channel of their role that joins just the ranks there; a forward that "
-    "reads parts meets along their axes, and equal code in the same way",
+    "reads parts meets along their axes or hands on terms of sums, and equal code in the same way",
     "R37-experts": "devices with different experts have rows of their own; chunks of experts alone have parts of parameters "
     "there, and tokens go to them and back by an all-to-all among just those devices of a role",
     # memory

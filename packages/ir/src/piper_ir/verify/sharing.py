@@ -31,7 +31,7 @@ def check_sharing(findings: Findings) -> None:
         for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
             findings.add("R36-inside", problem)
     for channel in plan.channels:
-        if channel.purpose == "tensor" and (problem := _channel_problem(plan, channel)):
+        if channel.purpose in ("tensor", "terms") and (problem := _channel_problem(plan, channel)):
             findings.add("R36-inside", f"channel {channel.id} {problem}")
     for role in plan.roles if plan.shared else ():
         for problem in _missing(plan, role):
@@ -81,10 +81,17 @@ def _step_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterat
         for one in sig.collectives:
             if problem := _collective_problem(plan, one):
                 yield f"{step} of chunk {chunk.variant} {problem}"
+    written = {port for sig in chunk.steps.values() for port in sig.writes}
+    for port, over in chunk.terms:
+        if port not in written:
+            yield f"chunk {chunk.variant} holds terms of {port}, which none of its steps writes"
+        if odd := [a for a in over if a not in plan.shared]:
+            along = ", ".join(plan.shared) or "no axis"
+            yield f"chunk {chunk.variant} holds terms of {port} along {', '.join(odd)}; devices share chunks along {along}"
     if plan.shared and (sig_f := chunk.steps.get("F")) is not None:
         read = [chunk.inputs[int(p[2:])] for p in sig_f.reads if p.startswith("in")]
         parts = {part.axis for i in read if i.kind == "param" for part in params[i.ref].layout}
-        met = {a for one in sig_f.collectives for a in plan.mesh.along(one.axis)}
+        met = {a for one in sig_f.collectives for a in plan.mesh.along(one.axis)} | {a for _, over in chunk.terms for a in over}
         if alone := sorted(parts - met - set(plan.experts)):
             yield f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges nothing along it"
 
@@ -110,13 +117,13 @@ def _alike_problems(chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[
 
 
 def _channel_problem(plan: Plan, channel: Channel) -> str:
-    if channel.kind != "group" or len(channel.roles) != 1 or channel.streams != (COMPUTE,):
-        return (
-            f"is for steps, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role on {COMPUTE} is needed"
-        )
+    what = "steps" if channel.purpose == "tensor" else "sums between chunks"
+    if channel.kind != "group" or len(channel.roles) != 1 or (channel.purpose == "tensor" and channel.streams != (COMPUTE,)):
+        place = f" on {COMPUTE}" if channel.purpose == "tensor" else ""
+        return f"is for {what}, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role{place} is needed"
     if not channel.over or not set(channel.over) <= {*plan.shared, *plan.experts}:
         along = ", ".join(plan.shared) or "no axis"
-        return f"is for steps, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
+        return f"is for {what}, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
     return ""
 
 

@@ -25,7 +25,7 @@ from piper_compiler.capture.layouts.choice import (
     taken_apart,
 )
 from piper_compiler.capture.layouts.context import ordered
-from piper_compiler.capture.layouts.decide import Decision, decided
+from piper_compiler.capture.layouts.decide import SUM, Decision, decided
 from piper_compiler.capture.layouts.fitting import steps_of, uneven
 from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
@@ -36,6 +36,7 @@ from piper_ir.layout import Sharding
 
 __all__ = [
     "HEADS",
+    "SUM",
     "Agreed",
     "AskedIndexes",
     "NamedIndexes",
@@ -68,18 +69,22 @@ class Agreed:
         terms: the inputs whose gradients are terms of a sum, also where a device could make all of one.
         tables: the inputs that are constants, which pass whole.
         made: the outputs that are, likewise.
+        open: the outputs that may be terms of a sum, as the gradients of all values may be then; None where all that
+            passes is summed up already.
     """
 
     whole: frozenset[int] = frozenset()
     terms: frozenset[int] = frozenset()
     tables: frozenset[int] = frozenset()
     made: frozenset[int] = frozenset()
+    open: frozenset[int] | None = None
 
     @property
     def text(self) -> str:
         """Return it as one text, in a fixed order."""
         constants = f" {sorted(self.tables)} {sorted(self.made)}" if self.tables or self.made else ""
-        return f"{sorted(self.whole)} {sorted(self.terms)}{constants}"
+        sums = "" if self.open is None else f" open {sorted(self.open)}"
+        return f"{sorted(self.whole)} {sorted(self.terms)}{constants}{sums}"
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,22 @@ def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = A
 
 
 def _shared(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames) -> SharedChunk:
-    """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use."""
+    """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use.
+
+    What may be a term of a sum is so along axes at which chunks are cut.
+    """
     found = share(joint, shardings, agreed.whole, params)
     tables = frozenset(found.joint.inputs[k] for k in agreed.tables) | {found.joint.outputs[k] for k in agreed.made}
     context = {name for s in shardings if s.context for name, _ in s.axes}
     axes = tuple(a if a.name in context else replace(a, tables=tables) for a in found.axes)
+    if agreed.open is not None:
+        cut = {name for s in shardings if s.cut for name, _ in s.axes}
+        sums = _passed(found.joint, agreed.open)
+        axes = tuple(replace(a, sums=sums) if a.name in cut else a for a in axes)
     return replace(found, axes=axes)
+
+
+def _passed(joint: Joint, outputs: Iterable[int]) -> frozenset[fx.Node]:
+    """Return the nodes of some outputs, and of the gradients of values."""
+    grads = (node for k, node in joint.grads.items() if joint.kinds[k] == "value")
+    return frozenset((*(joint.outputs[k] for k in outputs), *grads))

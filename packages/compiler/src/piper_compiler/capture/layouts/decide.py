@@ -51,6 +51,7 @@ class SharedAxis:
             second half the places are counted from behind.
         tables: what crosses between layers and is whole nevertheless.
         experts: whether what crosses between chunks is in parts of `weights`, and devices share no more than that.
+        sums: what crosses between chunks as a sum where it is made as one.
     """
 
     name: str
@@ -62,6 +63,7 @@ class SharedAxis:
     halves: Mapping[LoopIndex, LoopIndex] = field(default_factory=dict)
     tables: frozenset[fx.Node] = frozenset()
     experts: bool = False
+    sums: frozenset[fx.Node] = frozenset()
 
     def in_order(self, op: OpIndexes, index: LoopIndex) -> bool:
         """Return whether the two halves stand right outside of an index in all tensors of an op, where it has halves.
@@ -262,6 +264,7 @@ class _Pass:
             how = self.decision.of(key_of(node))
             summed = self._joint.kinds[k] == "param" and given is None and (how is not None or k in self._terms)
             results[node] = SUM if summed else given
+        results |= {node: SUM for node in self._axis.sums & results.keys() if self.decision.of(key_of(node)) is SUM}
         for node, want in results.items():
             if self.decision.of(key_of(node)) is SUM and want is not SUM:
                 self._settle(key_of(node), want)

@@ -38,7 +38,7 @@ class Sharded:
 
     Attributes:
         inputs: for each input of the chunk, how it lies along each axis.
-        outputs: likewise for each output, and so its gradient.
+        outputs: likewise for each output, and so its gradient; the gradient of a sum is whole.
         grads: input -> how its gradient lies. A parameter's may be a sum, which its bucket adds up.
         axes: the axes.
         dims: for each input, for each dimension, its indexes.
@@ -66,7 +66,16 @@ class Sharded:
 
     def summed(self, number: int) -> tuple[str, ...]:
         """Return the axes along which the gradient of an input is a sum of what the devices make."""
-        lying = self.grads.get(number, ())
+        return self._sums(self.grads.get(number, ()))
+
+    @property
+    def terms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Return the ports for other chunks that hold terms of sums, each with the axes."""
+        outputs = [(f"out{k}", self._sums(how)) for k, how in enumerate(self.outputs)]
+        grads = [(f"gin{k}", self.summed(k)) for k in self.grads if self.joint.kinds[k] == "value"]
+        return tuple((port, axes) for port, axes in (*outputs, *grads) if axes)
+
+    def _sums(self, lying: Lying) -> tuple[str, ...]:
         return tuple(axis.name for how, axis in zip(lying, self.axes, strict=False) if how is SUM)
 
 
