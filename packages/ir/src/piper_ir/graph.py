@@ -27,7 +27,7 @@ from piper_ir.graph_parts import (
     Applied,
     At,
     Coord,
-    Exchange,
+    EdgeExchange,
     GraphValue,
     Mbs,
     Node,
@@ -100,7 +100,7 @@ class Graph(NamedNodes, Selecting):
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transports: Mapping[str, TransferStreams] = field(default_factory=dict)
-    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    exchanges: Mapping[str, EdgeExchange] = field(default_factory=dict)
     channels: Mapping[str, Channel] = field(default_factory=dict)
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)

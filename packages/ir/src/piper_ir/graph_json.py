@@ -10,7 +10,7 @@ from piper_ir.codec import register
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, TransferStreams
-from piper_ir.graph_parts import Exchange, in_mbs, mbs_of
+from piper_ir.graph_parts import EdgeExchange, in_mbs, mbs_of
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
@@ -42,7 +42,7 @@ class GraphDocument:
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
     costs: Costs | None = None
-    exchanges: Mapping[str, Exchange] | None = None
+    exchanges: Mapping[str, EdgeExchange] | None = None
 
 
 def to_document(graph: Graph) -> GraphDocument:

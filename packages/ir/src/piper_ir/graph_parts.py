@@ -197,7 +197,7 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class EdgeExchange:
     """Say how the devices along an axis exchange what passes between chunks: on which stream, and with how many SMs."""
 
     stream: str

@@ -198,7 +198,7 @@ class Input:
 
     Attributes:
         ref: "chunk:out0" for a value, else the name of the parameter, buffer or batch tensor.
-        needs_grad: whether the gradient of the value or parameter is wanted.
+        needs_grad: whether its gradient is wanted.
     """
 
     kind: Literal["value", "param", "buffer", "batch"]
@@ -215,7 +215,7 @@ class Output:
         kind: "buffer" for the new content of a buffer; "loss" and "weight" for scalars of the last chunk; else "value".
         ref: the name of the buffer.
         needs_grad: whether the step I reads a tangent for it.
-        varies: whether the content of the buffer depends on the batch.
+        varies: whether that buffer's content depends on the batch.
     """
 
     kind: Literal["value", "buffer", "loss", "weight"]
@@ -238,11 +238,9 @@ class Chunk:
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
-        keep: the policy of recomputation under which it is so: which tensors F keeps for I and W. The chunks of a
-            program keep all; its variants do not.
+        keep: the policy of recomputation, which says what F keeps for I and W. Chunks keep all; variants do not.
         experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.
-        terms: the values that it writes of which each device along some axes has a term, as (port, axes): who reads one
-            reads the sum, which an all-reduce between the chunks makes.
+        terms: (port, axes) for values of which the devices along the axes each write a term; readers get the sum.
     """
 
     id: str
@@ -258,15 +256,11 @@ class Chunk:
     experts: str = ""
     terms: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
-    def summed(self, port: str) -> tuple[str, ...]:
-        """Return the axes along which devices hold terms of what a port writes."""
-        return next((axes for name, axes in self.terms if name == port), ())
-
     @property
     def trades(self) -> str:
-        """Return the axis along which what it reads and writes is exchanged; "" where its steps exchange inside."""
-        inside = (one.axis for sig in self.steps.values() for one in sig.collectives)
-        return "" if any(self.experts in axis.split("+") for axis in inside) else self.experts
+        """Return the axis along which it exchanges what it reads and writes; "" where steps exchange inside."""
+        inside = {axis for sig in self.steps.values() for one in sig.collectives for axis in one.axis.split("+")}
+        return "" if self.experts in inside else self.experts
 
     @property
     def variant(self) -> str:
@@ -284,8 +278,7 @@ class Chunk:
 
 def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
     """Return chunks at a number of rows; equal layers share their bound ports and steps."""
-    ports: dict[int, Mapping[str, TensorSpec]] = {}
-    steps: dict[int, Signature] = {}
+    ports, steps = dict[int, Mapping[str, TensorSpec]](), dict[int, Signature]()
     bound = []
     for chunk in chunks:
         inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in chunk.inputs)
@@ -295,8 +288,8 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
         for sig in chunk.steps.values():
             if id(sig) not in steps:
                 steps[id(sig)] = sig.bind(rows)
-        bound_steps = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
-        bound.append(replace(chunk, inputs=inputs, outputs=outputs, ports=ports[id(chunk.ports)], steps=bound_steps))
+        new = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
+        bound.append(replace(chunk, inputs=inputs, outputs=outputs, ports=ports[id(chunk.ports)], steps=new))
     return tuple(bound)
 
 

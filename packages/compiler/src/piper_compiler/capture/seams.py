@@ -27,8 +27,8 @@ from piper_ir.layout import Sharding
 def with_seams(captured: Captured, asked: Sequence[Sharding], params: dict[str, tuple[tuple[str, ...], ...]]) -> Captured:
     """Return the capture of the same model whose shared operations are chunks of their own.
 
-    `asked` is how devices share its chunks, and `params` are for each code and input its names. Raises DirectiveError for
-    a chunk that draws random numbers.
+    `asked` is how devices share its chunks, and `params` are for each code and input its names. Raises DirectiveError
+    for a chunk that draws random numbers.
     """
     if random := next((c.id for c in captured.program.chunks if c.random), ""):
         raise DirectiveError(

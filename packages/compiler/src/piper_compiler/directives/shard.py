@@ -58,7 +58,7 @@ from dataclasses import dataclass
 from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
-from piper_ir.graph_parts import Exchange
+from piper_ir.graph_parts import EdgeExchange
 from piper_ir.layout import ROWS, Sharding
 from piper_ir.mesh import AXES, Mesh, whole_axis
 from piper_ir.plan import COMPUTE
@@ -233,7 +233,7 @@ class Shard:
         if not (self.experts or self.cut) or not graph.mesh.along(self.over):
             return graph
         edit = graph.edit()
-        edit.exchanges[self.over] = Exchange(self.channel or self.over, self.sms)
+        edit.exchanges[self.over] = EdgeExchange(self.channel or self.over, self.sms)
         return edit.done()
 
     def decided(self) -> Decided | None:

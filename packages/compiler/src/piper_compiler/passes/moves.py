@@ -80,7 +80,7 @@ def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
     if not isinstance(writer.op, Compute):
         return None
     chunk, _, port = value.rpartition(":")
-    over = edit.graph.program.chunk(chunk).summed(port) if chunk == writer.op.chunk else ()
+    over = dict(edit.graph.program.chunk(chunk).terms).get(port, ()) if chunk == writer.op.chunk else ()
     return _Move(whole_axis(over[0]), "all_reduce", "terms", over, "allreduce") if over else None
 
 

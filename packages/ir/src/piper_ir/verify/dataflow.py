@@ -208,7 +208,7 @@ class _Dataflow:
         writer = self._plan.chunk(source) if source else reader
         axes = {reader.trades, writer.trades}
         term = (source, port) if len(axes) == 1 else _exchanged((source, port), axes - {""})
-        return term, frozenset(writer.summed(port)) if source else NOWHERE
+        return term, frozenset(dict(writer.terms).get(port, ())) if source else NOWHERE
 
     def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
         reads = list(part.reads)
@@ -251,7 +251,7 @@ def _counted(bucket: str, once: frozenset[str]) -> Atom:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch and summed over some axes.
+    """Say what a port asks for: a sum of terms (chunk, port), each of the reader's microbatch and over some axes.
 
     `only` is the term where there is a single one that is not summed.
     """
