@@ -17,6 +17,7 @@ from piper.api.compiling import Compiled
 from piper_ir.errors import DirectiveError, RankError
 from piper_ir.layout import DimPart
 from piper_ir.verify import verify
+from piper_ops import rounds
 from piper_runtime.launch.processes import Pool
 from tests import expert_loops, parity
 from tests.steered import DEVICES, EXPERTS, LOADS, TOKENS, WIDTH, Steered, SteeredMixture, batch
@@ -70,12 +71,29 @@ def assert_right(load: str, made: Compiled, **more: Any) -> Any:
     return found
 
 
+ROUNDS = {"uniform": 1, "1.5": 2, "2": 2, "all to one": 4}
+"""Places for 10 rows from each device in a row of tokens: for bound 1.25, and 8 that would come if all got equally many."""
+
+
 @pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.long] * (load == "1.5")) for load in LOADS])
-def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load: str) -> None:
-    """Places for 10 rows from each device in a row of tokens: one round, two, two, and four."""
-    made = compiled(load, Mesh(ep=DEVICES))
+def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, right = compiled(load, Mesh(ep=DEVICES)), rounds.round_count
+    counted: set[int] = set()
+
+    def count(table: Tensor, slot: int) -> int:
+        counted.add(number := right(table, slot))
+        return number
+
+    monkeypatch.setattr(rounds, "round_count", count)
     found = assert_right(load, made)
     assert {record.peak for record in found.memory.values()} == {made.plan.roles[0].peak_bytes}
+    assert counted == {ROUNDS[load]}
+
+
+def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_reserve", lambda *_: None)
+    made = compiled("uniform", Mesh(ep=DEVICES))
+    assert lies(made.plan, run(made).memory)
 
 
 def test_a_device_has_its_experts_and_reduces_the_rest() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import piper
 from benchmarks import exchanges
-from piper import Mesh, Strategy, recipes
+from piper import Mesh, Strategy, recipes, where
 from piper.api.emulation import emulate
 from piper.api.verification import verify_strategy
 from piper.views.explain import explain
@@ -53,6 +53,37 @@ def test_gradients_of_experts_are_those_of_one_device_to_the_bit() -> None:
     same = {name for name in one if torch.equal(one[name], four[name])}
     assert same >= {name for name in one if name.endswith((".gate", ".up", ".down"))}
     assert same < set(one)
+
+
+def rows_together(step: int, wanted: range) -> Any:
+    """The batch in which one row of each of two replicas of 4 rows make up a microbatch of one device."""
+    inputs, targets = shared_jobs.job("experts").batch(step, range(8))
+    chosen = [n // 2 + 4 * (n % 2) for n in wanted]
+    return inputs[chosen], targets[chosen]
+
+
+BITS = {
+    "1f1b": (Mesh(ep=2, pp=2), recipes.one_f_one_b(pp=2, microbatches=4)),
+    "zbv": (Mesh(ep=2, pp=2), recipes.zbv(pp=2, microbatches=4)),
+    "dualpipe_v": (Mesh(ep=2, pp=2), recipes.dualpipe_v(pp=2, microbatches=4)),
+    "recompute": (Mesh(ep=2), (piper.split(where(), microbatches=4), piper.recompute(where(), keep="inputs"))),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case != "zbv")) for case in BITS])
+def test_gradients_of_experts_are_those_of_one_device_to_the_bit_under_a_schedule(case: str) -> None:
+    """Microbatches have the same rows on one device, which adds them up in the same order."""
+    mesh, directives = BITS[case]
+    job = replace(shared_jobs.job("experts"), clip_norm=None)
+    two = piper.compile(job, Strategy(mesh, [recipes.expert_parallel(), *directives, rows()]))
+    one = piper.compile(job, Strategy(Mesh(), [piper.split(where(), microbatches=4)]))
+    found, alone, otherwise = (
+        piper.execute(made, steps=1, launcher="inline", gradients=True).gradients[0]
+        for made in (two, replace(one, job=replace(job, batch=rows_together)), one)
+    )
+    experts = {name for name in alone if name.endswith((".gate", ".up", ".down"))}
+    assert len(experts) == 12 and all(torch.equal(found[name], alone[name]) for name in experts)
+    assert not all(torch.equal(found[name], otherwise[name]) for name in experts), "other rows together differ in bits"
 
 
 def test_a_checkpoint_is_of_whole_experts(tmp_path: Path) -> None:
