@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from piper.models.moe import MoEConfig
 from piper_compiler.capture import Captured, capture, region
+from tests import steered
 
 D, T, VOCAB = 16, 8, 32
 SEED_STRIDE = 100_003
@@ -463,9 +464,10 @@ MORE: dict[str, Case] = dict(
             token_batch,
             cross_entropy,
         ),
+        _case("steered", functools.partial(steered.SteeredMixture, "all to one"), steered.batch, F.mse_loss),
     )
 )
-"""Cases that only suites use which name them: a mixture of experts, which takes long to capture."""
+"""Cases that only suites use which name them: mixtures of experts, which take long to capture."""
 
 
 def case(name: str) -> Case:

@@ -3,8 +3,8 @@ table.
 
 A compiler fault changes a finished plan: tests/plan_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py,
 layout_faults.py, expert_faults.py (peaks are computed after it). A runtime fault is one of tests/runtime_faults.py, a job fault
-one of tests/job_faults.py, sharer_faults.py or expert_faults.py. Each is tried on the cases below until `verify` or the parity
-suite objects. The exit code is 1 if a fault survives.
+one of tests/job_faults.py, sharer_faults.py, expert_faults.py or dropless_faults.py. Each is tried on the cases below until
+`verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from piper_ir.verify import check
 from tests import compositions, parity
 from tests import runtime_faults as faults
 from tests.compositions import Composition
+from tests.dropless_faults import DROPLESS
 from tests.expert_faults import EXPERT_PLANS, EXPERT_RUNS
 from tests.job_faults import JOBS, JobFault
 from tests.layout_faults import LAYOUTS
@@ -57,6 +58,7 @@ CASES: tuple[Composition, ...] = (
     Composition("keywords", 1, 2, 2, tp=2, stream="tokens"),
     Composition("gpt", 1, 1, 2, cp=2, attention="ring"),
     Composition("moe", 1, 4, 2, optimizer="adamw", clip=0.05, ep=2),
+    Composition("steered", 1, 4, 1, optimizer="adamw", clip=0.05, ep=4),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
 dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
@@ -64,7 +66,7 @@ refills its tensors, where a device loads inputs of two microbatches before targ
 ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision;
 devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights;
 devices that share tokens, with keys that go around in a ring;
-devices that share experts, each with rows of its own.
+devices that share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device.
 """
 
 
@@ -173,7 +175,10 @@ MUTANTS: tuple[Mutant, ...] = (
         for f in (*COMPILER, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS)
     ),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
-    *(Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f) for f in (*JOBS, *SHARERS, *EXPERT_RUNS)),
+    *(
+        Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
+        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS)
+    ),
 )
 
 

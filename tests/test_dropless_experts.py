@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import piper
 from piper import ANY, Mesh, Precision, Strategy, models, recipes, where
@@ -17,70 +17,15 @@ from piper.api.compiling import Compiled
 from piper_ir.errors import DirectiveError, RankError
 from piper_ir.layout import DimPart
 from piper_ir.verify import verify
-from piper_ops import DIRECT, grouped_mm, grouped_mm_wgrad, rounds, route, unroute
+from piper_ops import rounds
 from piper_runtime.launch.processes import Pool
 from tests import expert_loops, parity
+from tests.steered import DEVICES, EXPERTS, LOADS, TOKENS, WIDTH, Steered, SteeredMixture, batch
 from tests.test_memory_truth import lies
-
-WIDTH, HIDDEN, EXPERTS, TOP, TOKENS, DEVICES = 8, 12, 8, 2, 16, 4
-LOADS: dict[str, tuple[int, ...]] = {
-    "uniform": (8, 8, 8, 8),
-    "1.5": (12, 8, 6, 6),
-    "2": (16, 6, 6, 4),
-    "all to one": (32, 0, 0, 0),
-}
-"""Of the 32 choices that a row makes, how many each of 4 devices gets."""
-
 
 MIXTURE = models.MoEConfig(
     layers=2, width=16, heads=4, kv_heads=2, head_dim=6, hidden=24, vocab=32, length=8, experts=4, top_k=2, capacity_factor=None
 )
-
-
-def preferred(load: tuple[int, ...]) -> Tensor:
-    """The two experts of each token, so that devices get so many choices; a token's are different."""
-    first, second = [], []
-    for device, choices in enumerate(load):
-        first += [2 * device] * (choices // 2)
-        second += [2 * device + 1] * (choices // 2)
-    return torch.tensor([first, second]).t().contiguous()
-
-
-class Steered(nn.Module):
-    """A mixture whose tokens choose by their places, and share out by a router."""
-
-    def __init__(self, load: tuple[int, ...]) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up, self.down = (nn.Parameter(0.3 * torch.randn(EXPERTS, *s)) for s in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)))
-        self.register_buffer("chosen", preferred(load))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.chosen.expand(x.shape[0], TOKENS, TOP).flatten(0, 1)
-        tokens = x.flatten(0, 1)
-        share = self.router(tokens).softmax(-1).gather(1, chosen)
-        with piper.region(experts=0):
-            rows, counts = route(tokens, chosen, EXPERTS)
-            made = unroute(grouped_mm(F.silu(grouped_mm(rows, counts, self.up)), counts, self.down), chosen, share)
-        return x + made.view_as(x)
-
-
-class SteeredMixture(nn.Module):
-    def __init__(self, load: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Steered(LOADS[load]) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    drawn = torch.stack([torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(99 * step + r)) for r in rows])
-    return drawn, drawn.roll(1, dims=1)
 
 
 @functools.cache
@@ -126,12 +71,29 @@ def assert_right(load: str, made: Compiled, **more: Any) -> Any:
     return found
 
 
+ROUNDS = {"uniform": 1, "1.5": 2, "2": 2, "all to one": 4}
+"""Places for 10 rows from each device in a row of tokens: for bound 1.25, and 8 that would come if all got equally many."""
+
+
 @pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.long] * (load == "1.5")) for load in LOADS])
-def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load: str) -> None:
-    """Places for 10 rows from each device in a row of tokens: one round, two, two, and four."""
-    made = compiled(load, Mesh(ep=DEVICES))
+def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, right = compiled(load, Mesh(ep=DEVICES)), rounds.round_count
+    counted: set[int] = set()
+
+    def count(table: Tensor, slot: int) -> int:
+        counted.add(number := right(table, slot))
+        return number
+
+    monkeypatch.setattr(rounds, "round_count", count)
     found = assert_right(load, made)
     assert {record.peak for record in found.memory.values()} == {made.plan.roles[0].peak_bytes}
+    assert counted == {ROUNDS[load]}
+
+
+def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_reserve", lambda *_: None)
+    made = compiled("uniform", Mesh(ep=DEVICES))
+    assert lies(made.plan, run(made).memory)
 
 
 def test_a_device_has_its_experts_and_reduces_the_rest() -> None:
@@ -213,56 +175,6 @@ def test_what_is_dropped_is_the_end_of_a_row_and_the_same_each_time() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Steered, "forward", dropped)
         parity.assert_parity(first, parity.reference(job("all to one"), replicas=2, microbatches=4, steps=2))
-
-
-def shifted_counts(right: Any) -> Any:
-    """Counts transposed: what device s has for device d, and what d has for s."""
-
-    def by_expert(table: Tensor, *rest: Any) -> Any:
-        return right(table.view(DEVICES, DEVICES, -1).transpose(0, 1).reshape(table.shape), *rest)
-
-    return by_expert
-
-
-def empty_experts_untouched(right: Any) -> Any:
-    def wgrad(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-        return right(rows, counts, grad).index_fill(0, (counts == 0).nonzero().flatten(), 0.5)
-
-    return wgrad
-
-
-FAULTS: dict[str, tuple[Any, Any, Any]] = {
-    "counts transposed": (rounds, "_by_expert", shifted_counts),
-    "a round lost": (rounds, "round_count", lambda right: lambda table, slot: max(1, right(table, slot) - 1)),
-    "a round too many for one's own": (rounds, "_send", lambda right: lambda *a: right(*a[:4], max(0, a[4] - 1))),
-    "results of another device": (rounds, "_home", lambda right: lambda back, *rest: right(back.flip(0), *rest)),
-    "rows in the order in which they came": (
-        rounds, "_give", lambda right: lambda made, table, *rest: made.view(DEVICES, -1, made.shape[1]),
-    ),
-    "combined without shares": (DIRECT, unroute, lambda right: lambda rows, chosen, share: right(rows, chosen, share * 0 + 0.5)),
-    "an expert without tokens has no gradient": (DIRECT, grouped_mm_wgrad, empty_experts_untouched),
-    "rows without the gradient of further rounds": (
-        rounds.ROUNDS, rounds.experts_return_dgrad, lambda right: lambda *a: torch.zeros_like(a[2]),
-    ),
-    "matrices without the gradient of further rounds": (
-        rounds.ROUNDS, rounds.experts_return_wgrad, lambda right: lambda *a: [torch.zeros_like(w) for w in a[4]],
-    ),
-}  # fmt: skip
-
-
-OFTEN = ("counts transposed", "a round lost", "combined without shares", "an expert without tokens has no gradient")
-
-
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.long] * (f not in OFTEN)) for f in FAULTS])
-def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, name, wrong = FAULTS[fault]
-    made = compiled("all to one", Mesh(ep=DEVICES))
-    if isinstance(place, dict):
-        monkeypatch.setitem(place, name, wrong(place[name]))
-    else:
-        monkeypatch.setattr(place, name, wrong(getattr(place, name)))
-    found = run(made)
-    assert parity.differences(parity.RunOutcome.of(found), expected("all to one", DEVICES, 1)), fault
 
 
 @pytest.mark.parametrize(

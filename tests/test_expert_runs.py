@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 import torch
 
 import piper
-from piper import Mesh, Strategy, recipes
+from benchmarks import exchanges
+from piper import Mesh, Strategy, recipes, where
 from piper.api.emulation import emulate
 from piper.api.verification import verify_strategy
 from piper.views.explain import explain
+from piper_compiler import durations
+from piper_compiler.passes import schedule
 from piper_ir.codec import dumps, loads
+from piper_ir.costs import Costs
 from piper_ir.graph import Graph
 from piper_ir.plan import Plan
 from piper_ir.text import format_plan, parse_plan
@@ -48,6 +53,37 @@ def test_gradients_of_experts_are_those_of_one_device_to_the_bit() -> None:
     same = {name for name in one if torch.equal(one[name], four[name])}
     assert same >= {name for name in one if name.endswith((".gate", ".up", ".down"))}
     assert same < set(one)
+
+
+def rows_together(step: int, wanted: range) -> Any:
+    """The batch in which one row of each of two replicas of 4 rows make up a microbatch of one device."""
+    inputs, targets = shared_jobs.job("experts").batch(step, range(8))
+    chosen = [n // 2 + 4 * (n % 2) for n in wanted]
+    return inputs[chosen], targets[chosen]
+
+
+BITS = {
+    "1f1b": (Mesh(ep=2, pp=2), recipes.one_f_one_b(pp=2, microbatches=4)),
+    "zbv": (Mesh(ep=2, pp=2), recipes.zbv(pp=2, microbatches=4)),
+    "dualpipe_v": (Mesh(ep=2, pp=2), recipes.dualpipe_v(pp=2, microbatches=4)),
+    "recompute": (Mesh(ep=2), (piper.split(where(), microbatches=4), piper.recompute(where(), keep="inputs"))),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case != "zbv")) for case in BITS])
+def test_gradients_of_experts_are_those_of_one_device_to_the_bit_under_a_schedule(case: str) -> None:
+    """Microbatches have the same rows on one device, which adds them up in the same order."""
+    mesh, directives = BITS[case]
+    job = replace(shared_jobs.job("experts"), clip_norm=None)
+    two = piper.compile(job, Strategy(mesh, [recipes.expert_parallel(), *directives, rows()]))
+    one = piper.compile(job, Strategy(Mesh(), [piper.split(where(), microbatches=4)]))
+    found, alone, otherwise = (
+        piper.execute(made, steps=1, launcher="inline", gradients=True).gradients[0]
+        for made in (two, replace(one, job=replace(job, batch=rows_together)), one)
+    )
+    experts = {name for name in alone if name.endswith((".gate", ".up", ".down"))}
+    assert len(experts) == 12 and all(torch.equal(found[name], alone[name]) for name in experts)
+    assert not all(torch.equal(found[name], otherwise[name]) for name in experts), "other rows together differ in bits"
 
 
 def test_a_checkpoint_is_of_whole_experts(tmp_path: Path) -> None:
@@ -120,6 +156,63 @@ def test_emulated_as_simulated(pool: Pool) -> None:
     while found[-1] > 0.04 and len(found) < 3:
         found.append(abs(emulate(pair(2), cluster=H100, pool=pool).step_s[0] / simulated - 1))
     assert found[-1] <= 0.04, found
+
+
+EXCHANGE = 1e-3
+"""Seconds of an exchange of the small mixture here, in the compiler as in a run."""
+
+
+def scheduled(name: str, microbatches: int, experts: float = 1.0, orders: str = "five") -> tuple[piper.Compiled, Costs]:
+    """The mixture on two stages of two devices, where computing takes a multiple of an exchange."""
+    work = replace(shared_jobs.job("experts"), global_batch=2 * microbatches)
+    directives = exchanges.SCHEDULES[name](pp=2, microbatches=microbatches)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (durations, schedule):
+            patch.setattr(module, "LINK", 2560 / EXCHANGE)
+        costs = exchanges.durations(exchanges.compiled(work, directives).plan, experts)
+        with exchanges.four_orders() if orders == "four" else nullcontext():
+            return exchanges.compiled(work, directives, costs=costs), costs
+
+
+PAIRS = "1F1B, pairs overlapped"
+
+
+def test_in_turn_all_exchanges_are_exposed_and_in_pairs_hardly_one_is() -> None:
+    serial, *pairs = (exchanges.simulated(*scheduled(name, 8)) for name in exchanges.SCHEDULES)
+    assert serial.whole == pytest.approx(1.0) and serial.paired is None
+    for found in pairs:
+        assert found.paired is not None and found.paired < 0.02 and found.step < 0.75 * serial.step
+    assert exchanges.simulated(*scheduled(PAIRS, 24)).whole < 0.1, "what begins and ends a step matters less in a longer one"
+
+
+def test_negative_control_orders_that_do_not_look_at_messages_expose_them() -> None:
+    hidden, exposed = (exchanges.simulated(*scheduled(PAIRS, 8, orders=orders)) for orders in ("five", "four"))
+    assert hidden.paired is not None and exposed.paired is not None
+    assert hidden.paired < 1e-9 and exposed.paired > 0.1
+    assert exposed.step > hidden.step + 1.9, "two exchanges"
+
+
+def test_what_computation_cannot_cover_is_exposed() -> None:
+    """Experts take less than a third of the exchange beside them."""
+    five, four = (exchanges.simulated(*scheduled(PAIRS, 8, experts=0.3, orders=orders)) for orders in ("five", "four"))
+    assert five.paired is not None and four.paired is not None
+    assert 0.2 < five.paired < four.paired - 0.05 and five.step < four.step
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("1F1B", 2), ("DualPipeV", 4), pytest.param(PAIRS, 8, marks=pytest.mark.long)]
+)
+def test_what_is_hidden_in_a_simulation_is_hidden_in_a_run(name: str, microbatches: int, pool: Pool) -> None:
+    """On processes with streams and messages, in the best of three attempts."""
+    made, costs = scheduled(name, microbatches)
+    simulated = exchanges.simulated(made, costs)
+    for _ in range(3):
+        found = exchanges.emulated(made, costs, pool)
+        if abs(found.step / simulated.step - 1) <= 0.04 and (found.paired or 0.0) <= 0.1:
+            break
+    assert found.step == pytest.approx(simulated.step, rel=0.04)
+    assert found.whole == pytest.approx(simulated.whole, abs=0.1)
+    assert found.whole > 0.95 if found.paired is None else found.paired <= 0.1
 
 
 def strategy(trial: Any) -> Strategy:
