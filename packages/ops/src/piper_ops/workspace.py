@@ -361,4 +361,4 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
     **{op: partial(_whole_kernel, op) for op in ROUTING},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }
-"""The ops whose kernels hold memory on a CPU that is counted. What lies in another way is copied on a CUDA device as well."""
+"""The ops whose memory inside is counted on a CPU. CUDA devices copy what lies in another way as well."""

@@ -49,9 +49,9 @@ REDUCED: dict[OpOverload, int] = {
     aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3,
 }
-"""The losses whose kernels leave all terms in the storage of the reduced result, each with the index of its reduction."""
+"""The losses whose kernels leave all terms in the storage of the result, each with the index of its reduction."""
 REDUCTIONS: tuple[OpOverload | None, ...] = (None, aten.mean.default, aten.sum.default)
-"""What each number of torch's stands for."""
+"""The ops that torch numbers so."""
 
 
 def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
@@ -250,7 +250,7 @@ def _drop_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _reduce_apart(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Let a loss and its reduction be two ops, as its kernel computes them; then the result owns its own bytes alone."""
+    """Let a loss and its reduction be two ops, as its kernel computes them; the result then owns its bytes alone."""
     assert isinstance(node.target, OpOverload)
     place = REDUCED.get(node.target)
     if place is None:
