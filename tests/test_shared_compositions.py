@@ -37,6 +37,8 @@ MORE_MODELS = (
 SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
 ROOMS = (0, 0.003, "step")
 MOST_RANKS = 8
+RINGS = 1, 2
+"""Of the quick cases with the model of this number, every second one has two devices share the tokens as well, by a ring."""
 MEASURED = 3
 """Of the quick cases, every third trains for three steps and its memory is measured; the others train for two, with an update
 between their gradients and one after them."""
@@ -69,13 +71,15 @@ def drawn(seed: int) -> Composition:
             gathered=bool(stream) and not plain and rng.random() < 0.5,
         )
     )  # fmt: skip
-    dp = min(c.dp, MOST_RANKS // (c.pp * c.tp))  # a schedule of stages takes two devices where one was drawn
-    assert c.pp * dp * c.tp <= MOST_RANKS
+    if plain and seed % len(models) == RINGS[0] and seed // len(models) % RINGS[1] == 0:
+        c = replace(c, cp=2, attention="ring")
+    dp = min(c.dp, MOST_RANKS // (c.pp * c.tp * c.cp))  # a schedule of stages takes two devices where one was drawn
+    assert c.pp * dp * c.tp * c.cp <= MOST_RANKS
     return replace(c, dp=dp, rep=c.rep if dp == c.dp else 1, zero=c.zero if dp > 1 else 0)
 
 
 CONTEXTS = 100
-"""The cases with shared tokens, all of the long suite."""
+"""The cases with shared tokens of the long suite."""
 
 
 def drawn_context(seed: int) -> Composition:
@@ -127,3 +131,5 @@ def test_the_cases_have_every_schedule_with_every_model() -> None:
     assert {(c.model, c.tp, c.stream) for c in cases} == set(MODELS)
     assert {c.zero for c in cases} == {0, 1, 2, 3} and {c.keep for c in cases} == {"all", "inputs"}
     assert {c.schedule for c in cases} == set(SCHEDULES)
+    rings = [c for c in cases if c.cp == 2]
+    assert len(rings) >= 15 and {c.pp for c in rings} >= {1, 2} and {c.dp for c in rings} == {1, 2}

@@ -95,6 +95,23 @@ def test_the_compiler_orders_by_steps_with_their_messages() -> None:
         assert seconds.step(chunk.id, step) == pytest.approx(nominal(sig.cost) + sent) == chunk_seconds(chunk, step)
 
 
+def test_an_overlap_hides_no_message_inside_of_a_step() -> None:
+    """A step waits for its messages; what another member of a group computes comes before or after."""
+    first, both, last = (
+        piper.where(phase="F", mb=0),
+        (piper.where(phase="F", mb=1), piper.where(phase="B", mb=0)),
+        piper.where(phase="B", mb=1),
+    )
+    for group in (piper.overlap(*both), both[0]):
+        orders = [piper.order(first, group, *(both[1:] if group is both[0] else ()), last)]
+        directives = [*recipes.tensor_parallel(), piper.split(piper.where(), microbatches=2), *orders]
+        of = piper.compile(job(), Strategy(Mesh(tp=2), directives)).plan
+        (role,) = of.roles
+        works = [DeviceModel(of, H100, None).work(role, i) for i in role.program if i.stream == COMPUTE]
+        assert sum(w.inside_s for w in works) > 0
+        assert simulate(of, H100).step_s >= sum(w.seconds for w in works)
+
+
 def test_where_the_ranks_are_decides_on_the_time_of_their_messages() -> None:
     near, far = plan(), load_cluster("h100x8")
     far = replace(far, per_node=1, nodes=((8, far.device),))

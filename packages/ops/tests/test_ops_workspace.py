@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, losses, sdpa
+from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, layer_norm, losses, rms_norm, sdpa
 from piper_ops.library import OP_KERNELS
 from piper_ops.sdpa_kernels import KERNELS
 from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
@@ -163,3 +163,41 @@ def test_the_efficient_kernel_on_cuda_reads_a_bias_in_rows_of_16(keys: int, padd
     out, lse = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, 4, 8, device="meta")
     own = cuda_workspace(attention, (q, k, k, mask), (out, lse))
     assert own == Workspace(8 * keys * 4 + 8 * padded * 4)
+
+
+def laid_out(how: str, heads: int) -> Tensor:
+    """A tensor [2, 8, heads, 4], dense or with its heads or elements before its tokens in memory."""
+    order = {"dense": (0, 1, 2, 3), "heads": (0, 2, 1, 3), "elements": (0, 3, 1, 2)}[how]
+    whole = torch.randn(2, 8, heads, 4, dtype=torch.float64)
+    return whole.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+
+
+@pytest.mark.parametrize("how", ["dense", "heads", "elements"])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_copies_around_attention_are_counted_on_a_cpu(how: str, kv_heads: int) -> None:
+    q, k, v = (laid_out(how, heads) for heads in (2, kv_heads, kv_heads))
+    forward = (q, k, v, None, True)
+    out, lse = OP_KERNELS[attention](*forward)
+    backward = (laid_out(how, 2), q, k, v, out, lse, None, True)
+    own = cpu_workspace(attention, forward, (out, lse))
+    assert max(own, lse.nbytes) == peak_bytes_inside(OP_KERNELS[attention], *forward), "its second logsumexp is not counted"
+    assert cpu_workspace(attention_dgrad, backward, (q, k, v)) == peak_bytes_inside(OP_KERNELS[attention_dgrad], *backward)
+    copied = {"dense": 0, "heads": q.nbytes, "elements": q.nbytes + k.nbytes + v.nbytes}[how]
+    assert own == copied
+
+
+def test_attention_that_a_cpu_writes_out_is_counted() -> None:
+    """torch's kernel takes no values of another size than keys."""
+    q, k, v = torch.randn(2, 8, 2, 4), torch.randn(2, 8, 2, 4), torch.randn(2, 8, 2, 6)
+    out, lse = OP_KERNELS[attention](q, k, v)
+    own = cpu_workspace(attention, (q, k, v), (out, lse))
+    assert own == peak_bytes_inside(OP_KERNELS[attention], q, k, v) > 2 * 2 * 8 * 8 * 4
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_norms_copy_what_is_not_dense(norm: torch._ops.OpOverload) -> None:
+    dense, apart = torch.randn(3, 5, 4), torch.randn(3, 4, 5).transpose(1, 2)
+    options = ([4], None, None, 1e-5) if norm is layer_norm else ([4], None, 1e-5)
+    asked = cpu_workspace if norm is layer_norm else lambda *call: bytes_of(cuda_workspace(*call) or Workspace(0))
+    assert asked(norm, (dense, *options), norm(dense, *options)) == 0
+    assert asked(norm, (apart, *options), norm(apart, *options)) == apart.nbytes

@@ -105,7 +105,8 @@ def run_forward(
     """Run piper::attention by one of `sdpa_kernels.KERNELS`."""
     options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
     out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
+    lse = lse.contiguous()  # first: its other copy is gone before `out` may be copied
+    return out.transpose(1, 2).contiguous(), lse
 
 
 def _dgrad_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper_ops import context, experts, losses, rounds, sdpa, vocabulary
+from piper_ops import context, experts, losses, norms, rounds, sdpa, vocabulary
 from piper_ops.costs import call_of
 from piper_ops.library import OP_KERNELS, accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
 from piper_ops.registry import Call
-from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, aligned_bias, cpu_mask
+from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, AttentionOptions, BackwardKernel, ForwardKernel, aligned_bias, cpu_mask
 
 CAPABILITIES = ((8, 0), (9, 0))
 """The compute capabilities whose lowerings are compared; later devices choose as one of these does."""
@@ -58,33 +59,83 @@ def cuda_workspace(
 def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
     """Return the bytes that an op's kernel holds on a CPU, where they are counted.
 
-    These are a mask of attention in the form of torch's kernel, and what sorts and sums the rows of experts.
+    These are a mask of attention in the form of torch's kernel, copies of tensors that lie in another way than kernels
+    take or give them, and what sorts and sums the rows of experts.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad, *ROUTING, *rounds.ROUNDS):
+    if not isinstance(op, torch._ops.OpOverload) or op not in _ON_CPU:
         return 0
-    call = call_of(op, args_meta, out_meta, kwargs_meta or {})
-    if op in ROUTING:
-        return _whole_kernel(op, call)
-    if op in rounds.ROUNDS:
-        return _room(op, call)
-    return _made(call, lambda q, k, mask: cpu_mask(sdpa.additive(mask, q), q))
+    return _ON_CPU[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
 
 
-def _made(call: Call, make: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
-    """Return the bytes made from the mask of attention, all of them alive at once."""
-    if call.args["mask"] is None:
-        return 0
-    q, k, mask = (_on_meta(call.args[name]) for name in ("q", "k", "mask"))
-    return peak_bytes_inside(lambda *given: (make(*given), None)[1], q, k, mask)
+def _attention_on_cpu(call: Call) -> int:
+    """Count all but a second logsumexp, which the kernel gives in another layout."""
+    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
+    chosen = attention_lowering("cpu", *_taken(call), masked=mask, is_causal=causal)
+    return _math(call) if chosen.fallback else _around(call, _Fused("cpu_flash"))
 
 
-def _bias(call: Call) -> int:
-    """Return the bytes of the bias that the efficient kernel reads, and of the mask that it is made of."""
-    return _made(call, lambda q, k, mask: aligned_bias(_heads_first(q), _heads_first(k), sdpa.additive(mask, q)))
+def _taken(call: Call) -> tuple[torch.dtype, torch.Size, torch.Size, torch.Size]:
+    q, k, v = (call.tensor(name) for name in "qkv")
+    return q.dtype, q.shape, k.shape, v.shape
 
 
-def _heads_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2)
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """Stand for a fused kernel of attention: make what it makes, as it lies, and compute nothing.
+
+    Attributes:
+        name: the kernel.
+        own: bytes that it holds inside beside its bias.
+    """
+
+    name: LoweringName
+    own: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor]:
+        inside = self._inside(q, k, o)
+        made = self._result(q, self.name != "cuda_efficient", v.shape[3]), q.new_empty(q.shape[:3])
+        del inside
+        return made
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inside = self._inside(q, k, o)
+        gq, gk, gv = (self._result(t, self.name in ("cuda_flash", "cuda_cudnn"), t.shape[3]) for t in (q, k, v))
+        del inside
+        return gq, gk, gv
+
+    def _inside(self, q: Tensor, k: Tensor, o: AttentionOptions) -> tuple[Tensor | None, Tensor]:
+        bias = aligned_bias(q, k, o.mask) if self.name == "cuda_efficient" else cpu_mask(o.mask, q)
+        return bias, q.new_empty(self.own, dtype=torch.uint8)
+
+    def _result(self, like: Tensor, alike: bool, dim: int) -> Tensor:
+        """Return a tensor that lies as another one does, or as the op gives it."""
+        batch, heads, tokens, _ = like.shape
+        return torch.empty_like(like) if alike else like.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+
+
+def _around(call: Call, kernel: _Fused) -> int:
+    """Count what an op of attention and a kernel hold while they run on meta tensors."""
+    return _run(call, kernel.forward, kernel.backward)
+
+
+def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
+    q, k, v, *options = (_on_meta(call.args[name]) for name in ("q", "k", "v", "mask", "is_causal", "scale"))
+    if "grad_out" not in call.args:
+        return peak_bytes_inside(sdpa.run_forward, forward, q, k, v, *options)
+    grad, out, logsumexp = (_on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp"))
+    return peak_bytes_inside(sdpa.run_backward, backward, grad, q, k, v, out, logsumexp, *options)
+
+
+def _rms_norm(call: Call) -> Workspace | None:
+    return Workspace(copied) if (copied := _copied(call)) else None
+
+
+def _copied(call: Call) -> int:
+    """Count the arguments of a norm that are copied first, because its kernels read dense ones."""
+    given = [call.tensor(name) for name in ("grad_out", "x") if name in call.args]
+    return sum(t.nbytes for t in given if not t.is_contiguous())
 
 
 def _cross_entropy(call: Call) -> Workspace:
@@ -178,23 +229,20 @@ def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspac
 
 
 def _attention(call: Call) -> Workspace:
-    """Count the fused kernels' mask; they hold nothing else worth counting."""
-    names = ("q", "k", "v", "mask", "is_causal", "scale")
-    return Workspace(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else _bias(call)))
+    """Count the mask of fused kernels and copies around them; they hold nothing else worth counting."""
+    return Workspace(_most(call, lambda name: _math(call) if name == "math" else _around(call, _Fused(name))))
 
 
 def _attention_dgrad(call: Call) -> Workspace:
-    names = ("grad_out", "q", "k", "v", "out", "logsumexp", "mask", "is_causal", "scale")
-    return Workspace(
-        _most(call, lambda name: _math(call, sdpa.run_backward, 1, names) if name == "math" else _fused_dgrad(call, name))
-    )
+    def of(name: LoweringName) -> int:
+        return _math(call) if name == "math" else _around(call, _Fused(name, _fused_dgrad(call, name)))
+
+    return Workspace(_most(call, of))
 
 
 def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
-    q, k, v = (call.tensor(name) for name in "qkv")
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    lowerings = [attention_lowering("cuda", q.dtype, *shapes, masked=mask, is_causal=causal, capability=c) for c in CAPABILITIES]
+    lowerings = [attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c) for c in CAPABILITIES]
     return max(of(name) for name in {lowering.name for lowering in lowerings})
 
 
@@ -220,16 +268,16 @@ def _fused_dgrad(call: Call, name: LoweringName) -> int:
     if name == "cuda_flash":
         return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
     summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)
-    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated + _bias(call)
+    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated
 
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _math(call: Call, run: Callable[..., Any], kernel: int, names: Sequence[str]) -> int:
+def _math(call: Call) -> int:
     """Count what the written-out form holds while it runs on meta tensors: it is Python."""
-    return peak_bytes_inside(run, KERNELS["math"][kernel], *[_on_meta(call.args[name]) for name in names])
+    return _run(call, *KERNELS["math"])
 
 
 def _on_meta(value: Any) -> Any:
@@ -291,7 +339,7 @@ ROUTING = (
     *(rounds.experts_drop, rounds.experts_checked),
 )
 """The ops that bring tokens to experts and back. All that their kernels hold is per token."""
-_RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
+_RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
     vocabulary.cross_entropy_part: _cross_entropy_part,
@@ -302,6 +350,15 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     context.context_merge: _context_merge,
     sdpa.attention: _attention,
     sdpa.attention_dgrad: _attention_dgrad,
+    **{op: _rms_norm for op in (norms.rms_norm, norms.rms_norm_dgrad, norms.rms_norm_wgrad)},
     **{op: _routing(op) for op in ROUTING},
     **{op: _further(op) for op in rounds.ROUNDS},
 }
+_ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
+    sdpa.attention: _attention_on_cpu,
+    sdpa.attention_dgrad: _attention_on_cpu,
+    **{op: _copied for op in (norms.layer_norm, norms.layer_norm_dgrad, norms.layer_norm_wgrad, norms.layer_norm_backward)},
+    **{op: partial(_whole_kernel, op) for op in ROUTING},
+    **{op: partial(_room, op) for op in rounds.ROUNDS},
+}
+"""The ops whose memory inside is counted on a CPU. CUDA devices copy what lies in another way as well."""

@@ -13,6 +13,7 @@ their bytes (`phases` sees to it). The rules, each local to a node:
     select(permute(x))                          -> permute(select(x)), or select(x)
     permute(stack([x, y]))                      -> stack([permute(x), permute(y)]) in another dimension
     expand to the same shape                    -> x
+    mse_loss(x, y), ..., reduced                -> mean(mse_loss(x, y)), or sum, of its terms
     two equal views of one node                 -> one
 """
 
@@ -42,6 +43,15 @@ SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
     aten.new_full.default: (aten.full.default, 2),
 }
 """The ops that read a tensor for its shape, dtype and device only, each with (factory, index of the fill value)."""
+REDUCED: dict[OpOverload, int] = {
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+}
+"""The losses whose kernels leave all terms in the storage of the result, each with the index of its reduction."""
+REDUCTIONS: tuple[OpOverload | None, ...] = (None, aten.mean.default, aten.sum.default)
+"""The ops that torch numbers so."""
 
 
 def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
@@ -239,6 +249,23 @@ def _drop_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return argument if aliasing.tensor(argument).shape == aliasing.tensor(node).shape else None
 
 
+def _reduce_apart(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Let a loss and its reduction be two ops, as its kernel computes them; the result then owns its bytes alone."""
+    assert isinstance(node.target, OpOverload)
+    place = REDUCED.get(node.target)
+    if place is None:
+        return None
+    arguments = node.target._schema.arguments[len(node.args) :]
+    given = [*node.args, *(node.kwargs.get(a.name, a.default_value) for a in arguments)]
+    reduce = REDUCTIONS[int(given[place])]  # type: ignore[arg-type]  # an int
+    if reduce is None:
+        return None
+    given[place] = 0
+    terms = _node(graph, node, node.target, tuple(given))
+    terms.meta["val"] = node.target(*fx.node.map_arg(given, aliasing.tensor))
+    return _node(graph, node, reduce, (terms,))
+
+
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
 RULES: tuple[Rule, ...] = (
     _drop_identity,
@@ -251,4 +278,5 @@ RULES: tuple[Rule, ...] = (
     _fold_views,
     _squeeze_sum,
     _drop_expand,
+    _reduce_apart,
 )
