@@ -47,6 +47,7 @@ SECTIONS = {
     "step": "step_time:rows",
     "sharded": "step_sharded:rows",
     "tensor": "step_tensor:rows",
+    "experts": "step_expert:rows",
     "prediction": "prediction:rows",
     "zero": "zero_prediction:rows",
     "tune": "tuner:rows",

@@ -14,6 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 import piper
+from benchmarks.expert_model import MixtureRegime, expert_job
+from benchmarks.expert_side import TorchMixture
 from benchmarks.fsdp2_side import TorchSharded
 from benchmarks.step_kinds import PIPELINES, SHARDED, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
@@ -31,8 +33,9 @@ from piper_runtime.transport import GlooCommunicators
 class Setup:
     """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
 
-    `kind`: see `step_kinds.KINDS`, `SHARDED` and `tensor_model.TENSOR`. `tolerance` is the relative difference that
-    losses of the first steps may have: sums in another order differ by far less, another model or batch by more.
+    `kind`: see `step_kinds.KINDS`, `SHARDED`, `tensor_model.TENSOR` and `expert_model.EXPERTS`. `tolerance` is the
+    relative difference that losses of the first steps may have: sums in another order differ by far less, another model
+    or batch by more.
     """
 
     kind: str
@@ -44,6 +47,8 @@ class Setup:
     @property
     def job(self) -> piper.Job:
         """Return what both sides train."""
+        if isinstance(self.regime, MixtureRegime):
+            return expert_job(self.regime, self.global_batch)
         if self.kind in TENSOR:
             return tensor_job(self.kind, self.regime, self.global_batch)
         return job(self.regime, self.global_batch)
@@ -172,6 +177,8 @@ def initial_model(setup: Setup) -> GPT:
 
 def theirs(setup: Setup, rank: int) -> Side:
     """Return torch's side of a comparison."""
+    if isinstance(setup.regime, MixtureRegime):
+        return TorchMixture(setup.regime, setup.job.seed, setup.global_batch, rank)
     if setup.kind in SHARDED:
         return TorchSharded(setup.kind, setup.regime, initial_model(setup), setup.global_batch, rank)
     if setup.kind in TENSOR:

@@ -15,7 +15,6 @@ its sizes allow; anything else is a product per expert, for which the host waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -163,15 +162,13 @@ def _unroute_wgrad_kernel(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: tor
 # --- products
 
 
-def _groups(counts: Tensor, most: int) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows with its slice of them; the host waits for the counts of a GPU."""
-    start = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count
-    if start > most:
-        raise IndexError(f"grouped_mm: the counts add up to {start}, and there are {most} rows")
+def _sizes(counts: Tensor, rows: int) -> list[int]:
+    """Return how many rows each expert has, and how many are behind them; the host waits for the counts of a GPU."""
+    sizes: list[int] = counts.tolist()
+    behind = rows - sum(sizes)
+    if behind < 0:
+        raise IndexError(f"grouped_mm: the counts add up to {sum(sizes)}, and there are {rows} rows")
+    return [*sizes, behind]
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
@@ -193,11 +190,12 @@ def _grouped_kernel(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         made: Tensor = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
         behind = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
         return made.masked_fill_(behind.unsqueeze(1), 0)
-    out, end = rows.new_empty((rows.shape[0], weight.shape[2])), 0
-    for expert, own in _groups(counts, rows.shape[0]):
-        torch.mm(rows[own], weight[expert], out=out[own])
-        end = own.stop
-    out[end:].zero_()
+    out, sizes = rows.new_empty((rows.shape[0], weight.shape[2])), _sizes(counts, rows.shape[0])
+    *results, behind = out.split(sizes)
+    for x, matrix, result in zip(rows.split(sizes), weight.unbind(), results, strict=False):
+        if x.shape[0]:
+            torch.mm(x, matrix, out=result)
+    behind.zero_()
     return out
 
 
@@ -218,9 +216,12 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         made: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
         return made.masked_fill_((counts == 0).view(-1, 1, 1), 0)
-    out = rows.new_zeros((counts.shape[0], rows.shape[1], grad.shape[1]))
-    for expert, own in _groups(counts, rows.shape[0]):
-        torch.mm(rows[own].t(), grad[own], out=out[expert])
+    out, sizes = rows.new_empty((counts.shape[0], rows.shape[1], grad.shape[1])), _sizes(counts, rows.shape[0])
+    for x, above, result in zip(rows.split(sizes), grad.split(sizes), out.unbind(), strict=False):
+        if x.shape[0]:
+            torch.mm(x.t(), above, out=result)
+        else:
+            result.zero_()
     return out
 
 
