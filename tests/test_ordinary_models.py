@@ -118,11 +118,6 @@ def test_constructors_on_fake_tensors_say_nothing() -> None:
         piper.compile(job(Encoded), SPLIT)
 
 
-def test_recurrent_layers_in_the_open_are_refused_with_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"lstm: .*test_ordinary_models.py:\d+\).*region\(opaque=True\)"):
-        piper.compile(job(lambda: Recurrent(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), opaque=False)), SPLIT)
-
-
 LIBRARY = """
 import torch
 class Block(torch.nn.Module):

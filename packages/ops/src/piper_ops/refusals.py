@@ -54,7 +54,8 @@ _FLEX = Refusal(
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
-    "Run the layer by autograd as it is, inside `with piper.region(opaque=True):`.",
+    "Make it a module of its own (nn.LSTM), which then runs by autograd as it is, or call it inside "
+    "`with piper.region(opaque=True):`.",
 )
 _STATISTICS = Refusal(
     "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",

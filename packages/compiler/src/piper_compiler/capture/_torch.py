@@ -18,10 +18,12 @@ from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions as dynamo_functions
+from torch._dynamo.variables import nn_module as dynamo_modules
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils import _pytree
@@ -89,6 +91,39 @@ def fake_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parame
 def mark_rows(tensor: torch.Tensor) -> None:
     """Make the size of dimension 0 a symbol in the coming capture."""
     torch._dynamo.mark_dynamic(tensor, 0)
+
+
+real_tensors = unset_fake_temporarily
+"""A context in which tensors that are made have content, also while a capture has fake ones."""
+
+
+@contextmanager
+def failing_module() -> Iterator[list[torch.nn.Module]]:
+    """Give a list that holds, after an error of Dynamo's, the innermost module in whose forward it arose."""
+    found: list[torch.nn.Module] = []
+    seen: list[BaseException] = []
+    record = dynamo_modules.record_nn_module_stack
+
+    @contextmanager
+    def noting(key: str, source: Any, tx: Any, module: torch.nn.Module) -> Iterator[None]:
+        with record(key, source, tx, module):
+            try:
+                yield
+            except Exception as error:
+                if not seen or seen[0] not in _chain(error):  # else a module further in has noted it
+                    found[:] = [module]
+                seen[:] = [error]
+                raise
+
+    with in_place(dynamo_modules, {"record_nn_module_stack": noting}):
+        yield found
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those during whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 CAPTURING = threading.RLock()
@@ -320,6 +355,16 @@ def is_symbolic(size: Any) -> bool:
 def data_dependent(tensor: torch.Tensor) -> bool:
     """Return whether the shape of a symbolic tensor depends on values of tensors."""
     return any(isinstance(s, torch.SymInt) and not _of_rows(s.node.expr) for s in tensor.shape)
+
+
+def is_transform(target: Any) -> bool:
+    """Return whether a call enters or leaves a transform of torch.func (vmap, grad, jvp) in a captured graph."""
+    return (getattr(target, "__module__", None) or "").startswith(("torch._functorch.predispatch", "torch._functorch.vmap"))
+
+
+def data_dependent_size(value: Any) -> bool:
+    """Return whether a Python number in a graph depends on values of tensors."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not _of_rows(value.node.expr)
 
 
 def size_at(value: Any, rows: int) -> Any:

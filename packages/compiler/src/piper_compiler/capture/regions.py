@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.concrete import is_size, line_of, tensors_of
+from piper_compiler.capture.concrete import DROPPED, is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.replay import ReplayFacts
@@ -42,13 +42,7 @@ from piper_ir.layout import EXPERTS
 
 Coords = dict[str, int]
 
-DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
-"""The statements without a tensor result that have no effect on a training step."""
-
 TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
-
-TRANSFORMS = ("torch._functorch.predispatch", "torch._functorch.vmap")
-"""The modules of the calls that enter and leave transforms of torch.func in a captured graph."""
 
 
 @dataclass(eq=False)
@@ -94,10 +88,11 @@ def operations(graph: fx.Graph) -> Operations:
         name = getattr(node.target, "__name__", str(node.target))
         if name in TRITON:
             raise CaptureError(f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op")
-        if (getattr(node.target, "__module__", None) or "").startswith(TRANSFORMS):
+        if _torch.is_transform(node.target):
             raise CaptureError(
                 f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be cut into chunks; "
-                "write it with batched operations, or wrap it as an operator of its own (torch.library.custom_op)"
+                "put it into a small nn.Module, which then runs by autograd as it is, write it with batched operations, or wrap "
+                "it as an operator of its own (torch.library.custom_op)"
             )
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])
