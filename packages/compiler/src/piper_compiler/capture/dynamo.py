@@ -184,7 +184,7 @@ class _Calls:
             fixed=self.example.fixed,
             joined=self.example.joined,
             constants=self.example.constants,
-            notes=tuple(one.text for one in self.regions.found),
+            notes=tuple(one.text for one in self.regions.found) + recorder.notes,
         )
 
     def trace_again(self) -> Forward:

@@ -4,8 +4,8 @@ An operation's own coordinates are those of the regions and tagged modules aroun
 the operations in program order:
 
 1. An operation without user coordinates takes those of its latest producer: the last one in the latest region. Without
-   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque` and
-   `experts` are never taken over.
+   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque`,
+   `experts` and `checkpoint` are never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
    producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
    none.
@@ -13,7 +13,7 @@ the operations in program order:
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
    between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
-   unless that is opaque or one of experts.
+   unless that is opaque, one of experts, or checkpointed.
 4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
    bytes cross then (`sinking`).
 
@@ -39,8 +39,12 @@ from piper_compiler.capture.sinking import Sinking
 from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, module_coords, rest_coords
 from piper_ir.errors import CaptureError
 from piper_ir.layout import EXPERTS
+from piper_ir.ops import CHECKPOINT
 
 Coords = dict[str, int]
+
+ALONE = (EXPERTS, OPAQUE, CHECKPOINT)
+"""The coordinates that no operation takes over from another one, so that their regions hold what was written there."""
 
 TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
 
@@ -250,7 +254,7 @@ class _Assigner:
         first, last = self._layered
         if layer is None and first < self._position[node] < last and _user(before) == user:
             layer = before.get(LAYER)
-        alone = {name: own[name] for name in (EXPERTS, OPAQUE) if name in own}
+        alone = {name: own[name] for name in ALONE if name in own}
         return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {}) | alone
 
     def _region(self, node: fx.Node, coords: Coords) -> Region:
@@ -299,11 +303,11 @@ class _Assigner:
 
 def _alone(coords: Mapping[str, int]) -> bool:
     """Return whether a region has no operations but those that were written in it."""
-    return OPAQUE in coords or EXPERTS in coords
+    return any(name in coords for name in ALONE)
 
 
 def _user(coords: Mapping[str, int]) -> Coords:
-    return {k: v for k, v in coords.items() if k not in (LAYER, EXPERTS, OPAQUE)}
+    return {k: v for k, v in coords.items() if k not in (LAYER, *ALONE)}
 
 
 def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> list[Region]:

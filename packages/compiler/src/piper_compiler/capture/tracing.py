@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.autocast import write_casts
 from piper_compiler.capture.automatic import AutomaticRegions, Untraceable, causes, module_of
+from piper_compiler.capture.checkpoints import checkpoint_note, open_checkpoints
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.contexts import drop_kernel_choices
 from piper_compiler.capture.dynamo_errors import as_capture_error, follows_values
@@ -58,6 +60,8 @@ class Recorder:
     inputs: Sequence[Any] = ()
     outputs: list[Any] = field(default_factory=list)
     problem: CaptureError | None = None
+    checkpoints: list[str] = field(default_factory=list)
+    autocasts: tuple[str, ...] = ()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.module, self.inputs = module, inputs
@@ -74,6 +78,7 @@ class Recorder:
         if self.module is not None:
             self.inputs = complete(self.module, self.inputs)
             flatten(self.module)
+            self.checkpoints = open_checkpoints(self.module)
             drop_kernel_choices(self.module)
 
     def graph_module(self) -> fx.GraphModule:
@@ -81,6 +86,11 @@ class Recorder:
         if self.module is None:
             raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
         return self.module
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what was done with the graph that the model's author should know."""
+        return (*checkpoint_note(self.checkpoints), *self.autocasts)
 
     def node_of(self, value: Any) -> fx.Node | None:
         """Return the node whose fake value is this very object."""
@@ -105,6 +115,7 @@ def followed(
         graph = recorder.graph_module().graph
         if not _taken(list(causes(graph, lambda node: is_opaque(node, modules))), regions, modules):
             regions.settle(graph)
+            recorder.autocasts = write_casts(graph)
             return recorder, result
 
 
