@@ -18,7 +18,6 @@ from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions as dynamo_functions
-from torch._dynamo.variables import nn_module as dynamo_modules
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -47,6 +46,10 @@ RUN_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErr
 
 SET_GRAD = torch._C._set_grad_enabled
 """The function as which Dynamo records `torch.no_grad()`."""
+
+
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+"""The functions as which Dynamo records `torch.autocast()`: what entering returns is given to leaving."""
 
 
 def fake_cpu() -> FakeTensorMode:
@@ -95,35 +98,6 @@ def mark_rows(tensor: torch.Tensor) -> None:
 
 real_tensors = unset_fake_temporarily
 """A context in which tensors that are made have content, also while a capture has fake ones."""
-
-
-@contextmanager
-def failing_module() -> Iterator[list[torch.nn.Module]]:
-    """Give a list that holds, after an error of Dynamo's, the innermost module in whose forward it arose."""
-    found: list[torch.nn.Module] = []
-    seen: list[BaseException] = []
-    record = dynamo_modules.record_nn_module_stack
-
-    @contextmanager
-    def noting(key: str, source: Any, tx: Any, module: torch.nn.Module) -> Iterator[None]:
-        with record(key, source, tx, module):
-            try:
-                yield
-            except Exception as error:
-                if not seen or seen[0] not in _chain(error):  # else a module further in has noted it
-                    found[:] = [module]
-                seen[:] = [error]
-                raise
-
-    with in_place(dynamo_modules, {"record_nn_module_stack": noting}):
-        yield found
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those during whose handling it was raised."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 CAPTURING = threading.RLock()
@@ -265,8 +239,13 @@ def _mark(part: Any, said: tuple[str, str]) -> None:
 
 
 def _user_line(stack: traceback.StackSummary) -> str:
-    own = [f for f in stack if not f.filename.startswith(torch.__path__[0])]
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    frame = user_frame(stack)
+    return f"{frame.filename}:{frame.lineno} ({frame.line})" if frame is not None else ""
+
+
+def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """Return the innermost frame outside of torch, if there is one."""
+    return next((f for f in reversed(stack) if not f.filename.startswith(torch.__path__[0])), None)
 
 
 def compile_once(function: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from piper_compiler.capture.concrete import line_of, tensors_of
 from piper_ir.errors import CaptureError
 from piper_ops import as_written, user_line
 
-ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 DEVICE = "cpu"
 PRECISION = "Job(precision=Precision(params='float32', compute='bfloat16')) computes the whole model in bfloat16"
 
@@ -32,17 +31,17 @@ def write_casts(graph: fx.Graph) -> tuple[str, ...]:
     blocks: list[fx.Node] = []
     lines: dict[str, None] = {}
     for node in list(graph.nodes):
-        if node.target is ENTER:
+        if node.target is _torch.ENTER_AUTOCAST:
             blocks.append(node)
             if _options(node)["enabled"]:
                 _check_device(node)
                 lines[user_line(node)] = None
-        elif node.target is EXIT:
+        elif node.target is _torch.EXIT_AUTOCAST:
             blocks.remove(node.args[0])
         elif blocks and node.op in ("call_function", "call_method") and tensors_of(node) and _options(blocks[-1])["enabled"]:
             _write(graph, node, _options(blocks[-1]))
     for node in reversed(list(graph.nodes)):
-        if node.target in (ENTER, EXIT):
+        if node.target in (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST):
             graph.erase_node(node)
     return tuple(
         f"torch.autocast ({line}): its casts are part of what is captured, the same on every device: those of a CPU. A cast of a "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.automatic import AutomaticRegions
 from piper_compiler.capture.casts import Casts
@@ -143,6 +144,7 @@ class _Calls:
     example: Example
     state: KeptState
     regions: AutomaticRegions
+    statements: Statements = field(default_factory=Statements)
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
@@ -156,7 +158,7 @@ class _Calls:
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         with self.state.call():
-            recorder, result = followed(self.model, self.loss, self.example, self.regions, modules)
+            recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules)
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
@@ -184,7 +186,7 @@ class _Calls:
             fixed=self.example.fixed,
             joined=self.example.joined,
             constants=self.example.constants,
-            notes=tuple(one.text for one in self.regions.found) + recorder.notes,
+            notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
         )
 
     def trace_again(self) -> Forward:

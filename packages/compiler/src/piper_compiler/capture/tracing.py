@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_failing import failing_module
+from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.autocast import write_casts
 from piper_compiler.capture.automatic import AutomaticRegions, Untraceable, causes, module_of
 from piper_compiler.capture.checkpoints import checkpoint_note, open_checkpoints
@@ -101,13 +103,19 @@ class Recorder:
 
 
 def followed(
-    model: nn.Module, loss: Loss, example: Example, regions: AutomaticRegions, modules: Mapping[str, nn.Module]
+    model: nn.Module,
+    loss: Loss,
+    example: Example,
+    regions: AutomaticRegions,
+    statements: Statements,
+    modules: Mapping[str, nn.Module],
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
     while True:
         recorder = Recorder({id(t) for t in example.rows.values()})
         try:
-            result = _run(recorder, model, loss, example, regions)
+            with statements.running():
+                result = _run(recorder, model, loss, example, regions)
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
@@ -155,7 +163,7 @@ def _run(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, reg
             except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
-            with _torch.regions_apart(), _torch.failing_module() as failing:
+            with _torch.regions_apart(), failing_module() as failing:
                 return _traced(recorder, model, loss, example)
         except _torch.CAPTURE_ERRORS as error:
             refusal = regions.problem or recorder.problem or as_capture_error(error, __file__, example.tensors)
