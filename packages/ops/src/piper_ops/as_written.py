@@ -55,6 +55,7 @@ class ModuleCall:
         results: a nest of `MadeTensor` and None.
         rows: where the rows are read; None where no argument depends on them.
         random: whether it draws random numbers.
+        integers: the number below which it takes integers as arguments, as far as a capture knows.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class ModuleCall:
     results: Any
     rows: RowsAt | None
     random: bool
+    integers: int
 
     @property
     def text(self) -> str:

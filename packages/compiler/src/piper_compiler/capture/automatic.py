@@ -94,8 +94,9 @@ class AutomaticRegions:
 
     def take_written(self, module: nn.Module | None, line: str, cause: str) -> str:
         """Let a module, and those of its class, run as they were written; return why they cannot, "" if they do."""
-        if module is None or any(module is m for m in self._holding()):
-            place = "the loss" if module is None else f"{type(module).__name__}, which holds most of the model"
+        if module is None or module not in set(self.model.modules()) or module in set(self._holding()):
+            holds = module is not None and module in set(self.model.modules())
+            place = f"{type(module).__name__}, which holds most of the model" if holds else "the loss"
             return OUT_OF_PLACE.format(place="the model itself" if module is self.model else place)
         named, kind = self._alike(module), type(module).__name__
         paths = {name: tuple(own_tensors(m)) for name, m in named.items()}

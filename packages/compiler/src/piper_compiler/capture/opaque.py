@@ -30,12 +30,12 @@ from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
 from piper_compiler.capture.kernels import listed
-from piper_compiler.capture.written import filled
+from piper_compiler.capture.written import equal_rows, weights_like
 from piper_ir.errors import CaptureError
 from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
-from piper_ops import Returned, as_written, backward_step, dtype_name, forward_step, kernel_of, storage_key
+from piper_ops import Returned, as_written, backward_step, call_of, dtype_name, forward_step, kernel_of, storage_key
 
 aten = torch.ops.aten
 
@@ -44,6 +44,7 @@ def trace_opaque(
     module: fx.GraphModule,
     inputs: Sequence[JointInput],
     tangent_mask: Sequence[bool],
+    blocks: Sequence[Sequence[int]],
     *,
     random: bool,
     keep: str = KEEP_ALL,
@@ -51,6 +52,7 @@ def trace_opaque(
 ) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
 
+    `blocks` has how many entries a row has in each dimension of each input, 0 where that does not depend on the rows.
     Under a policy of recomputation that does not keep all, F keeps nothing, whatever else the policy names. W adds to
     accumulators of the dtype `reduce`, or that of their parameters.
 
@@ -59,7 +61,7 @@ def trace_opaque(
     constants = constants_of(module)
     body = _body(module, tuple(constants))
     again: Returned = "all" if keep.endswith(HANDS_ON) else "handle"
-    trial = _Trial(module, inputs, tuple(tangent_mask), constants, again=None if keep == KEEP_ALL else again)
+    trial = _Trial(module, inputs, tuple(tangent_mask), constants, blocks, again=None if keep == KEEP_ALL else again)
     specs = [TensorSpec(tuple(i.example.shape), dtype_name(i.example.dtype)) for i in inputs]
     ports = {f"in{k}": spec for k, spec in enumerate(specs)}
     ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
@@ -228,16 +230,18 @@ class _Trial:
         inputs: Sequence[JointInput],
         mask: Sequence[bool],
         constants: Mapping[str, Tensor],
+        blocks: Sequence[Sequence[int]],
         *,
         again: Returned | None,
     ) -> None:
+        self._module = module
         self._inputs, self._wanted, self.again = inputs, [i.needs_grad for i in inputs], again
         self.real = bool(module.graph.find_nodes(op="call_function", target=as_written))
         with nullcontext() if self.real else _torch_joint.fake_mode(), torch.device("cpu"):
             generator = torch.Generator().manual_seed(0)
-            self._given = [self._example(i, generator) for i in inputs]
+            self._given = [self._example(i, b, generator) for i, b in zip(inputs, blocks, strict=True)]
             fixed = {n: c if self.real else torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
-            self._module, self._body = module, _interpreted(module, fixed)
+            self._body = _interpreted(module, fixed)
             self.tangents, self.used = self._reached(mask)
             self.params: dict[int, int] = {}
             self.kept = self._kept()
@@ -246,11 +250,14 @@ class _Trial:
             with torch.no_grad(), _Watch([*self._given, *fixed.values()]) as watch:
                 self._measure(watch)
 
-    def _example(self, given: JointInput, generator: torch.Generator) -> Tensor:
+    def _example(self, given: JointInput, blocks: Sequence[int], generator: torch.Generator) -> Tensor:
         shape, dtype = given.example.shape, given.example.dtype
         if not self.real:
             return torch.empty(shape, dtype=dtype)
-        return filled(shape, dtype, generator, own=given.kind in ("param", "buffer"))
+        if given.kind in ("param", "buffer"):
+            return weights_like(shape, dtype, generator)
+        calls = self._module.graph.find_nodes(op="call_function", target=as_written)
+        return equal_rows(shape, blocks, dtype, generator, min(call_of(str(n.args[0])).integers for n in calls))
 
     def _reached(self, mask: Sequence[bool]) -> tuple[tuple[bool, ...], list[int]]:
         """Return which outputs' gradients are used, and which inputs get a gradient from them."""

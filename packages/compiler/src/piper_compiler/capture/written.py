@@ -21,7 +21,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.model import named_tensors
 from piper_compiler.capture.replacements import WAY_OUT as EXPERTS_WAY_OUT
 from piper_ir.errors import CaptureError
-from piper_ir.sizes import Affine, fit
+from piper_ir.sizes import Affine, Dim, fit
 from piper_ops import LoadedModule, MadeTensor, ModuleCall, RowsAt, storage_key, tensors_in
 
 LARGEST = 2**31
@@ -30,13 +30,37 @@ LARGEST = 2**31
 WAY_OUT = "Keep that outside of the module, in one of its own, or write it with operations of static shapes (torch.where, masks)"
 
 
-def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, own: bool) -> Tensor:
-    """Return a tensor of numbers that most code takes: of arguments between 0 and 1, with equal rows."""
-    if not dtype.is_floating_point:
-        return torch.full(tuple(shape), dtype == torch.bool, dtype=dtype)
-    if own or not shape:
-        return ((torch.rand(tuple(shape), generator=generator) - 0.5) * 0.2).to(dtype)
-    return torch.rand(tuple(shape[1:]), generator=generator).to(dtype).expand(tuple(shape)).contiguous()
+def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int) -> Tensor:
+    """Return a tensor of numbers that most code takes: between 0 and 1, or integers below `integers`."""
+    if dtype.is_floating_point:
+        return torch.rand(tuple(shape), generator=generator).to(dtype)
+    if dtype == torch.bool:
+        return torch.ones(tuple(shape), dtype=dtype)
+    return (torch.arange(_product(shape)) % integers).view(tuple(shape)).to(dtype)
+
+
+def equal_rows(
+    shape: Sequence[int], blocks: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int
+) -> Tensor:
+    """Return an argument whose rows are equal.
+
+    `blocks` has how many entries a row has in each dimension, 0 where that does not depend on the rows.
+    """
+    made = filled([b or size for size, b in zip(shape, blocks, strict=True)], dtype, generator, integers)
+    for dim, (size, block) in enumerate(zip(shape, blocks, strict=True)):
+        made = made.index_select(dim, torch.arange(size) % block) if block else made
+    return made
+
+
+def weights_like(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return numbers as weights have them."""
+    made = filled(shape, dtype, generator, 1)
+    return (made - 0.5) * 0.2 if dtype.is_floating_point else made
+
+
+def blocks_of(shape: Sequence[Dim]) -> tuple[int, ...]:
+    """Return how many entries a row has in each dimension of a shape, 0 where that does not depend on the rows."""
+    return tuple(0 if not isinstance(d, Affine) else d.b if not d.a else 1 for d in shape)
 
 
 def pickled(name: str, module: nn.Module) -> bytes:
@@ -114,9 +138,21 @@ class Planned:
                 f"module {self.name!r} depends on values of tensors, so that a capture must run it for real, which would take "
                 f"{size / 2**30:.1f} GiB for its weights and arguments. {EXPERTS_WAY_OUT}"
             )
-        trials = [_Trial(self, own, args, kwargs, rows, seed) for rows, seed in ((2, 0), (3, 0), (5, 0), (2, 1))]
+        integers = self._integers(own, args, kwargs)
+        trials = [_Trial(self, own, args, kwargs, rows, seed, integers) for rows, seed in ((2, 0), (3, 0), (5, 0), (2, 1))]
         rows = next(_rows_in(tensors), None)
-        return ModuleCall(self.kind, self.module, self._results(trials), rows, any(t.random for t in trials))
+        return ModuleCall(self.kind, self.module, self._results(trials), rows, any(t.random for t in trials), integers)
+
+    def _integers(self, own: Sequence[Tensor], args: Any, kwargs: Any) -> int:
+        """Return below what number the module takes integers, such as chosen experts: a size of its weights, or 1."""
+        given = [t for t in tensors_in((), args, kwargs) if not t.is_floating_point() and t.dtype != torch.bool]
+        for size in sorted({int(t.shape[0]) for t in own if t.dim()}, reverse=True) if given else ():
+            try:
+                _Trial(self, own, args, kwargs, 2, 0, size)
+            except CaptureError:  # it is too large; what fails with zeros too is refused by the trials proper
+                continue
+            return size
+        return 1
 
     def _results(self, trials: Sequence[_Trial]) -> Any:
         """Return what the call returns, with sizes affine in the rows."""
@@ -156,13 +192,15 @@ class _Trial:
         random: whether it drew random numbers.
     """
 
-    def __init__(self, planned: Planned, own: Sequence[Tensor], args: Any, kwargs: Any, rows: int, seed: int) -> None:
+    def __init__(
+        self, planned: Planned, own: Sequence[Tensor], args: Any, kwargs: Any, rows: int, seed: int, integers: int
+    ) -> None:
         self._planned = planned
         with _torch.real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad():
             generator = torch.Generator().manual_seed(seed)
-            real = [_real(t, rows, generator, own=True) for t in own]
+            real = [weights_like(tuple(map(int, t.shape)), t.dtype, generator) for t in own]
             given = _torch.pytree.tree_map(
-                lambda leaf: _argument(leaf, rows, generator, spread=bool(seed)), (tuple(args), dict(kwargs))
+                lambda leaf: _argument(leaf, rows, generator, integers, spread=bool(seed)), (tuple(args), dict(kwargs))
             )
             loaded = LoadedModule(planned.module)
             self._run(loaded, real, *given)
@@ -249,16 +287,15 @@ def _product(sizes: Sequence[int]) -> int:
     return out
 
 
-def _real(like: Tensor, rows: int, generator: torch.Generator, *, own: bool) -> Tensor:
-    return filled([int(_torch.size_at(s, rows)) for s in like.shape], like.dtype, generator, own=own)
-
-
-def _argument(leaf: Any, rows: int, generator: torch.Generator, *, spread: bool) -> Any:
+def _argument(leaf: Any, rows: int, generator: torch.Generator, integers: int, *, spread: bool) -> Any:
     """Return an argument of a trial; with `spread` its numbers are of both signs and its rows differ."""
     if not isinstance(leaf, Tensor):
         return leaf
-    tensor = _real(leaf, rows, generator, own=False)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype) if spread and tensor.is_floating_point() else tensor
+    sizes = [fit(*(int(_torch.size_at(size, r)) for r in (2, 3))) for size in leaf.shape]
+    shape = [int(_torch.size_at(size, rows)) for size in leaf.shape]
+    if spread and leaf.is_floating_point():
+        return torch.randn(shape, generator=generator).to(leaf.dtype)
+    return equal_rows(shape, blocks_of(sizes), leaf.dtype, generator, integers)
 
 
 @contextmanager
