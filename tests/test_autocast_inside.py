@@ -92,6 +92,10 @@ def test_equal_to_one_device_with_the_casts_of_autocast() -> None:
     assert f"test_autocast_inside.py:{line}): its casts are part of what is captured" in explain(compiled)
     saved = [str(s) for c in compiled.program.chunks for p, s in c.ports.items() if p.startswith("saved")]
     assert any(s.startswith("bfloat16") for s in saved)
+
+
+@pytest.mark.long
+def test_in_float64_autocast_casts_nothing() -> None:
     report = verify_strategy(job(Block), BOTH, steps=1)
     assert report.equal, report.text()
 

@@ -128,9 +128,17 @@ def compiled(made: piper.Job, strategy: piper.Strategy) -> piper.Compiled:
         return piper.compile(made, strategy)
 
 
+@pytest.fixture(scope="module")
+def mixed() -> tuple[piper.Compiled, list[str]]:
+    """The capture of the mixed model, which other tests share, and the warnings of it."""
+    with pytest.warns(PiperWarning) as heard:
+        found = piper.compile(job(*MIXED, tie=True), ALONE)
+    return found, [str(w.message) for w in heard]
+
+
 @pytest.mark.filterwarnings("ignore::piper_ir.errors.PiperWarning")
 @pytest.mark.parametrize("name", ["shared states, recomputed", "split"])
-def test_equal_to_one_device(name: str) -> None:
+def test_equal_to_one_device(name: str, mixed: tuple[piper.Compiled, list[str]]) -> None:
     """With tied weights, clipping, parts of parameters, recomputation and split backwards."""
     more = {
         "shared states, recomputed": (*piper.recipes.data_parallel(zero=3), piper.recompute(where(layer=(0, 1, 3)))),
@@ -140,22 +148,19 @@ def test_equal_to_one_device(name: str) -> None:
     assert report.equal, report.text()
 
 
-def test_each_is_said_with_module_line_cause_and_cost() -> None:
-    with pytest.warns(PiperWarning) as heard:
-        found = piper.compile(job(Mixture, Mixture, Positive, LSTM), ALONE)
-    said = [str(w.message) for w in heard]
+def test_each_is_said_with_module_line_cause_and_cost(mixed: tuple[piper.Compiled, list[str]]) -> None:
+    found, said = mixed
     text = explain(found)
-    assert len(said) == 3 and all(f"note: {one}" in text for one in said)
+    assert len(said) == 4 and all(f"note: {one}" in text for one in said)
     line = Mixture.forward.__code__.co_firstlineno + 6
     assert f"test_automatic_regions.py:{line} (for expert in" in said[0]
-    assert said[0].startswith("module 'layers.0.special' (Mixture) and 1 more: opaque, run by autograd as it is, since how often")
-    assert "module 'layers.2.special' (Positive): opaque" in said[1] and "the shape of a tensor depends on values" in said[1]
-    assert "module 'layers.3.special.inner' (LSTM): opaque" in said[2] and "fused recurrent layer" in said[2]
+    assert said[0].startswith("module 'layers.0.special' (Mixture): opaque, run by autograd as it is, since how often it runs")
+    assert "module 'layers.1.special' (Branch): opaque" in said[1] and "a branch depends on values of tensors" in said[1]
+    assert "module 'layers.2.special' (Positive): opaque" in said[2] and "the shape of a tensor depends on values" in said[2]
+    assert "module 'layers.3.special.inner' (LSTM): opaque" in said[3] and "fused recurrent layer" in said[3]
     assert all("backward is not split" in one and "opaque=True chooses another part" in one for one in said)
-    assert [("values; the plan has the bytes" in one) for one in said] == [True, True, False]
+    assert [("values; the plan has the bytes" in one) for one in said] == [True, True, True, False]
     assert [c.id for c in found.program.chunks if c.opaque] == [f"layer{k}_opaque1" for k in range(4)]
-    alike = [found.program.chunk(f"layer{k}_opaque1").code for k in (0, 1)]
-    assert alike[0] == alike[1], "equal modules share their code"
 
 
 def test_a_region_by_hand_is_left_as_it_is() -> None:
@@ -167,13 +172,18 @@ def test_a_region_by_hand_is_left_as_it_is() -> None:
     assert [c.id for c in found.program.chunks] == ["root", "layer0_opaque1", "root.1"] and not found.notes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Mixture, LSTM], ids=["mixture", "lstm"])
 def test_memory_is_that_of_the_plan(kind: Callable[[], nn.Module]) -> None:
-    """To the byte for a recurrent layer. A mixture here has every expert chosen, in the plan and in the run."""
-    found = compiled(job(kind), ALONE)
+    """To the byte for a recurrent layer; nearly so for a mixture, whose experts have other tokens in the run."""
+    found = compiled(job(kind, kind), ALONE)
+    codes = {found.program.chunk(f"layer{k}_opaque1").code for k in (0, 1)}
+    assert len(codes) == 1, "equal modules share their code"
     run = piper.execute(found, steps=1, launcher="inline", memory=True)
-    wrong = lies(found.plan, run.memory)
-    assert not wrong if kind is LSTM else len(wrong) <= 3, wrong
+    if kind is LSTM:
+        assert not lies(found.plan, run.memory)
+    (role,) = found.plan.roles
+    assert run.memory[0].peak == pytest.approx(role.peak_bytes, rel=0.05)
 
 
 def test_gradients_of_parameters_that_no_row_reached_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def job(*blocks: Callable[[], nn.Module], embed: bool = True) -> piper.Job:
 
 
 ALL = (Reentrant, Nested, Whole, Inner)
+"""One layer for each way, and one without."""
 
 
 def repeated(found: piper.Compiled) -> set[str]:
