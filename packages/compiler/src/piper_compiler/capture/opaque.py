@@ -333,7 +333,8 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
             return tuple(interpreter.run(*inputs))
         except _torch.RUN_ERRORS as error:
             where = line_of(interpreter.node) if interpreter.node is not None else "an opaque region"
-            raise CaptureError(f"{where}: cannot run in an opaque region on fake tensors: {error}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
 
     return body
 
