@@ -118,11 +118,6 @@ def test_constructors_on_fake_tensors_say_nothing() -> None:
         piper.compile(job(Encoded), SPLIT)
 
 
-def test_recurrent_layers_in_the_open_are_refused_with_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"lstm: .*test_ordinary_models.py:\d+\).*region\(opaque=True\)"):
-        piper.compile(job(lambda: Recurrent(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), opaque=False)), SPLIT)
-
-
 LIBRARY = """
 import torch
 class Block(torch.nn.Module):
@@ -141,7 +136,7 @@ class Block(torch.nn.Module):
     [
         "x = torch.nn.functional.batch_norm(x.flatten(1), None, None, training=True).view_as(x)",
         "x = x[x > 0].sum() + x",
-        "print(x)",
+        "open(__file__)",
         "x = x.reshape(3, 7)",
     ],
 )
@@ -154,7 +149,7 @@ def test_a_library_whose_name_begins_like_torch_is_not_torch(line: str, monkeypa
     number = LIBRARY[: LIBRARY.index("{line}")].count("\n") + 1
     with pytest.raises(CaptureError, match=rf"torchvision/blocks.py:{number}\b") as caught:
         piper.compile(job(library.Block), SPLIT)
-    assert "dynamo.py" not in str(caught.value)
+    assert "capture/" not in str(caught.value)
 
 
 def test_a_failure_in_a_loss_of_torchs_own_says_so() -> None:
@@ -162,4 +157,4 @@ def test_a_failure_in_a_loss_of_torchs_own_says_so() -> None:
     wrong = replace(job(lambda: nn.Linear(WIDTH, 3)), loss=F.cross_entropy)
     with pytest.raises(CaptureError, match=r"^the loss: cannot be captured: ") as caught:
         piper.compile(wrong, SPLIT)
-    assert "dynamo.py" not in str(caught.value)
+    assert "capture/" not in str(caught.value)

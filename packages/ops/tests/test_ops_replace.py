@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
-from torch.utils.checkpoint import checkpoint
 
 import piper_ops
 from piper_ops import UnsupportedVariant, replace_portable
@@ -255,11 +254,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         lambda a: torch.native_layer_norm(a, (16,), None, None, 1e-5)[0],
         "native_layer_norm: ",
         "F.layer_norm",
-    ),
-    "checkpoint": (
-        lambda a: checkpoint(LINEAR, a, use_reentrant=False),
-        "tag_activation_checkpoint: torch.utils.checkpoint",
-        "Call the function directly",
     ),
     "autocast": (autocast, "autocast: autocast inside", "Precision"),
 }

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from piper_compiler import ASKED_FOR
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
+from piper_ir.ops import CHECKPOINT
 from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
@@ -70,9 +72,11 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 
 def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
-    """Return a capture whose program has variants for these policies of recomputation."""
+    """Return a capture whose program has variants for these policies, and for what the model asks to make again."""
     from piper_compiler.capture import with_policies
 
+    if any(CHECKPOINT in c.coords for c in captured.program.chunks):
+        policies = (*policies, ASKED_FOR)
     return with_policies(captured, policies) if policies else captured
 
 
@@ -181,7 +185,7 @@ def _capture(job: Job) -> Captured:
 
     batch, given = partial(call_batch, job.batch, 0), job.precision
     with no_garbage_collection():
-        return capture(
+        made = capture(
             job.model,
             batch,
             job.loss,
@@ -191,3 +195,4 @@ def _capture(job: Job) -> Captured:
             most=job.global_batch,
             shared=job.shared_names,
         )
+        return under_policies(made, ())

@@ -51,6 +51,7 @@ class Compiled(Brief):
     advancing: tuple[Advancing, ...] = ()
     strategy: Strategy | None = None
     layers: Layers | None = None
+    notes: tuple[str, ...] = ()
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield what was compiled, and what its plan says of itself."""
@@ -118,6 +119,7 @@ def compile(
         captured.advancing,
         strategy,
         captured.layers,
+        captured.forward.notes,
     )
     if notice := advancing_notice(made):
         warnings.warn(notice, PiperWarning, stacklevel=2)

@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class RandomState:
@@ -31,6 +32,7 @@ class RandomState:
         self._at_head = False
         self._set: set[int | str] = set()
         self._doubtful: set[int | str] = set()
+        self._again: list[RemovableHandle] = []
 
     @property
     def places(self) -> frozenset[int | str]:
@@ -39,7 +41,11 @@ class RandomState:
 
     @contextmanager
     def during(self, step: int, row: int) -> Iterator[None]:
-        """Set the random state during one forward, whose microbatch begins at `row` of the global batch."""
+        """Set the random state during one forward, whose microbatch begins at `row` of the global batch.
+
+        A layer that runs again in the backward, under torch.utils.checkpoint, draws the same numbers as before.
+        """
+        self._stop()
         self._step, self._row, self._waiting = step, row, {n for numbers in self._numbers.values() for n in numbers}
         self._runs = dict.fromkeys(self._numbers, 0)
         self._at_head, self._latest = False, "root"
@@ -51,6 +57,16 @@ class RandomState:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._again = [layer.register_forward_pre_hook(lambda layer, _: self._repeat(layer)) for layer in self._numbers]
+
+    def _stop(self) -> None:
+        for hook in self._again:
+            hook.remove()
+
+    def _repeat(self, layer: nn.Module) -> None:
+        """Set the random state of a layer's run in the backward, which makes the last run again first."""
+        self._at(self._number(layer))
+        self._runs[layer] = max(1, self._runs[layer] - 1)
 
     def _before(self, layer: nn.Module) -> None:
         if self._at_head:  # a layer runs again: what ran in between was no head, and had the head's state

@@ -204,7 +204,7 @@ def _communication(plan: Plan) -> str:
 
 
 def _notes(compiled: Compiled) -> str:
-    found = filter(None, (_random_note(compiled), advancing_notice(compiled)))
+    found = filter(None, (_random_note(compiled), advancing_notice(compiled), *compiled.notes))
     return "\n".join(f"note: {note}" for note in found)
 
 

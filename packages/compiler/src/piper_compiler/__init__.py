@@ -17,6 +17,7 @@ from piper_compiler.compile import (
     with_fixed_stages,
 )
 from piper_compiler.directives import (
+    ASKED_FOR,
     Directive,
     asked_layers,
     describe,
@@ -43,6 +44,7 @@ from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import MOST_SECONDS, synthetic
 
 __all__ = [
+    "ASKED_FOR",
     "EVERYWHERE",
     "MOST_SECONDS",
     "CompileRequest",

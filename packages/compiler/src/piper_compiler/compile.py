@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from piper_compiler.build import build_graph
-from piper_compiler.directives import Directive, describe
+from piper_compiler.directives import Directive, asked_by_model, describe
 from piper_compiler.directives.base import Settling
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.assemble import bound_chunks, plan_of
@@ -134,14 +134,21 @@ def drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options,
 
 
 def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
-    """Check and apply each directive in the order written, and return a new graph."""
-    for item in directives:
-        item.check(graph)
-        result = item.apply(graph)
-        if not isinstance(result, Graph):
-            raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
-        graph = _logged(result, item, len(graph.log))
+    """Check and apply each directive in the order written, then what the model asks for itself; return a new graph."""
+    written = tuple(directives)
+    for item in written:
+        graph = _applied(graph, item)
+    for item in asked_by_model(graph, written):
+        graph = _applied(graph, item)
     return graph
+
+
+def _applied(graph: Graph, item: Directive) -> Graph:
+    item.check(graph)
+    result = item.apply(graph)
+    if not isinstance(result, Graph):
+        raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
+    return _logged(result, item, len(graph.log))
 
 
 def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:

@@ -13,6 +13,8 @@ from piper_ir.collectives import COLLECTIVES, Law, law_of
 
 KEEP_ALL = "all"
 """The policy without recomputation: F keeps every tensor that backward needs."""
+CHECKPOINT = "checkpoint"
+"""The coordinate of regions that the model itself puts under torch.utils.checkpoint."""
 HANDS_ON = "!"
 """The mark behind a policy under which R makes the outputs again, too, for the R of later chunks."""
 

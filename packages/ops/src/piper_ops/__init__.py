@@ -5,6 +5,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 of steps. Other packages import what they need from here.
 """
 
+from piper_ops.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
 from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 from piper_ops.context import context_add, context_add_, context_merge, context_take
@@ -60,6 +61,14 @@ from piper_ops.vocabulary import (
 from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside, room_of_rounds
 
 __all__ = [
+    "PLANNING",
+    "LoadedModule",
+    "MadeTensor",
+    "ModuleCall",
+    "RowsAt",
+    "as_written",
+    "call_of",
+    "tensors_in",
     "DIRECT",
     "ExpertsOverflow",
     "PLACED",

@@ -40,11 +40,13 @@ class Recorded:
         outputs: edges of the outputs whose gradients will come.
         inputs: the inputs whose gradients are wanted; those that are parameters to be given again are empty.
         given: the parameters by index, which are put in for the time of the backward.
+        shapes: the shapes of `inputs`, also of those that are empty.
     """
 
     outputs: tuple[GradientEdge, ...]
     inputs: tuple[torch.Tensor, ...]
     given: dict[int, torch.Tensor]
+    shapes: tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +130,23 @@ def forward_step(
             if returns == "outputs" or not edges:
                 return results
             handle = torch.empty(0, dtype=torch.uint8, device=given[params[0]].device if params else None)
+            shapes = tuple(t.shape for t, w in zip(inputs, wanted) if w)
             for k in params:
                 if wanted[k]:  # the graph keeps the tensor, but not its memory
                     inputs[k].data = handle.view(inputs[k].dtype)
-            setattr(handle, _GRAPH, Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w), places.given))
+            setattr(handle, _GRAPH, Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w), places.given, shapes))
             return (*results, handle)
 
     return step
 
 
-def backward_step(tangents: int, used: Sequence[bool], params: Mapping[int, int] | None = None) -> BoxedStep:
+def backward_step(tangents: int, used: Sequence[bool], params: Mapping[int, int] | None = None, zeros: bool = False) -> BoxedStep:
     """Return the step I of an opaque chunk.
 
     The step's arguments are the handle, as many tangents as `tangents` says, and more tensors: the parameters, and what
     autograd has saved and is only kept alive. used[k] says whether the forward depends on the k-th wanted input; the
-    others get no gradient. `params` has the index of each parameter of the forward among the last arguments.
+    others get no gradient. `params` has the index of each parameter of the forward among the last arguments. With
+    `zeros` an input that the forward did not reach this time has a gradient of zeros.
     """
     places = dict(params or {})
 
@@ -155,14 +159,16 @@ def backward_step(tangents: int, used: Sequence[bool], params: Mapping[int, int]
         args.clear()
         inputs = [t for t, u in zip(recorded.inputs, used, strict=True) if u]
         outputs = list(recorded.outputs)
+        shapes = [shape for shape, u in zip(recorded.shapes, used, strict=True) if u]
         del recorded
         try:
-            found = torch.autograd.grad(outputs, inputs, given)
+            found = torch.autograd.grad(outputs, inputs, given, allow_unused=zeros)
         finally:
             again.clear()
-        del inputs, outputs
         with torch.no_grad():
-            return owned(found, given)
+            made = [t.new_zeros(shape) if g is None else g for g, t, shape in zip(found, inputs, shapes, strict=True)]
+            del inputs, outputs, found
+            return owned(made, given)
 
     return step
 

@@ -54,7 +54,8 @@ _FLEX = Refusal(
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
-    "Run the layer by autograd as it is, inside `with piper.region(opaque=True):`.",
+    "Make it a module of its own (nn.LSTM), which then runs by autograd as it is, or call it inside "
+    "`with piper.region(opaque=True):`.",
 )
 _STATISTICS = Refusal(
     "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",
@@ -83,11 +84,6 @@ _NATIVE_NORM = Refusal(
     "its statistics have another dtype on every device, and its backward gives input and weight gradients in one kernel",
     "Call F.layer_norm.",
 )
-_CHECKPOINT = Refusal(
-    "torch.utils.checkpoint inside the model: recomputing is not supported yet, and is for a strategy to say",
-    "Call the function directly: what is trained stays the same, and its activations are kept.",
-    everywhere=True,
-)
 _CTC = Refusal(
     "ctc_loss is a cuDNN kernel on CUDA for some inputs only",
     "Register it with torch.library: custom_op, register_fake and register_autograd.",
@@ -115,8 +111,6 @@ REFUSALS: Mapping[object, Refusal] = {
     torch.native_layer_norm: _NATIVE_NORM,
     F.ctc_loss: _CTC,
     torch.ctc_loss: _CTC,
-    torch.ops.higher_order.tag_activation_checkpoint: _CHECKPOINT,
-    torch.ops.higher_order.wrap_activation_checkpoint: _CHECKPOINT,
     torch.amp.autocast_mode._enter_autocast: _AUTOCAST,
 }
 """The refusal of each call target."""

@@ -20,8 +20,9 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions as dynamo_functions
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils import _pytree
@@ -45,6 +46,10 @@ RUN_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErr
 
 SET_GRAD = torch._C._set_grad_enabled
 """The function as which Dynamo records `torch.no_grad()`."""
+
+
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+"""The functions as which Dynamo records `torch.autocast()`: what entering returns is given to leaving."""
 
 
 def fake_cpu() -> FakeTensorMode:
@@ -89,6 +94,10 @@ def fake_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parame
 def mark_rows(tensor: torch.Tensor) -> None:
     """Make the size of dimension 0 a symbol in the coming capture."""
     torch._dynamo.mark_dynamic(tensor, 0)
+
+
+real_tensors = unset_fake_temporarily
+"""A context in which tensors that are made have content, also while a capture has fake ones."""
 
 
 CAPTURING = threading.RLock()
@@ -230,8 +239,13 @@ def _mark(part: Any, said: tuple[str, str]) -> None:
 
 
 def _user_line(stack: traceback.StackSummary) -> str:
-    own = [f for f in stack if not f.filename.startswith(torch.__path__[0])]
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    frame = user_frame(stack)
+    return f"{frame.filename}:{frame.lineno} ({frame.line})" if frame is not None else ""
+
+
+def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """Return the innermost frame outside of torch, if there is one."""
+    return next((f for f in reversed(stack) if not f.filename.startswith(torch.__path__[0])), None)
 
 
 def compile_once(function: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:
@@ -320,6 +334,16 @@ def is_symbolic(size: Any) -> bool:
 def data_dependent(tensor: torch.Tensor) -> bool:
     """Return whether the shape of a symbolic tensor depends on values of tensors."""
     return any(isinstance(s, torch.SymInt) and not _of_rows(s.node.expr) for s in tensor.shape)
+
+
+def is_transform(target: Any) -> bool:
+    """Return whether a call enters or leaves a transform of torch.func (vmap, grad, jvp) in a captured graph."""
+    return (getattr(target, "__module__", None) or "").startswith(("torch._functorch.predispatch", "torch._functorch.vmap"))
+
+
+def data_dependent_size(value: Any) -> bool:
+    """Return whether a Python number in a graph depends on values of tensors."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not _of_rows(value.node.expr)
 
 
 def size_at(value: Any, rows: int) -> Any:

@@ -67,7 +67,7 @@ def capture(
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
-            in-place changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered
+            in-place changes that cannot be made functional, batch statistics, autocast for one device, unregistered
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:

@@ -24,6 +24,7 @@ from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.routed import Routed, RoutedForms, RoutedLayouts, is_routed
 from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.written import blocks_of
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
 from piper_ir.ops import KEEP_ALL, variant_name
@@ -78,7 +79,10 @@ class TraceSpec:
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
         module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
-        return trace_opaque(module, self._inputs(rows), self.tangent_mask, random=random, keep=self.keep, reduce=self.reduce)
+        blocks = [blocks_of(spec.shape) for spec in self.specs]
+        return trace_opaque(
+            module, self._inputs(rows), self.tangent_mask, blocks, random=random, keep=self.keep, reduce=self.reduce
+        )
 
     def joint(self, rows: int) -> Joint:
         """Return the graph of forward and backward on one device alone, which is the same under any policy."""

@@ -15,6 +15,9 @@ from piper_compiler.capture.replacements import WAY_OUT
 from piper_ir.errors import CaptureError
 from piper_ops import is_model_code
 
+DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
+"""The statements without a tensor result that have no effect on a training step."""
+
 
 def line_of(node: fx.Node) -> str:
     """Return the user's "file:line (code)" for a node, or the node's name."""

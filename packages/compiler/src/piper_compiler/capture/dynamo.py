@@ -6,7 +6,6 @@ The graph is torch-level (linear, layer_norm, in-place methods as the user wrote
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.attributes import held_tensors
+from piper_compiler.capture.automatic import AutomaticRegions
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
-from piper_compiler.capture.contexts import drop_kernel_choices
-from piper_compiler.capture.dynamo_errors import as_capture_error
 from piper_compiler.capture.kept import KeptState
 from piper_compiler.capture.model import (
     ASKED_ROWS,
@@ -29,17 +28,12 @@ from piper_compiler.capture.model import (
     Loss,
     check_batch,
     fake_model,
-    join_rows,
     named_tensors,
-    own_loss,
 )
-from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
+from piper_compiler.capture.tracing import EXAMPLE_ROWS, Recorder, followed, step
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
-
-EXAMPLE_ROWS = 6
-"""The number of rows of the symbolic capture. A model that compares its rows with any fixed number is refused."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,7 @@ class Forward:
         modules: id of a module, as in nn_module_stack, -> module.
         guards: facts about sizes that the path depends on.
         repeat: how to trace the next call, where forward changes something that was there before.
+        notes: what was done with the model that its author should know.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -103,6 +98,7 @@ class Forward:
     fixed: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
     constants: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,66 +112,6 @@ class Repeat:
 
     state: KeptState
     trace: Callable[[], Forward]
-
-
-def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozenset[str] = frozenset()) -> tuple[Tensor, ...]:
-    """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
-
-    Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights.
-    """
-    if joined:
-        inputs, targets = join_rows(inputs, "inputs", joined), join_rows(targets, "targets", joined)
-    if isinstance(inputs, dict):
-        output = model(**inputs)
-    elif isinstance(inputs, tuple):
-        output = model(*inputs)
-    else:
-        output = model(inputs)
-    result = own_loss(output) if loss is None else loss(output, targets)
-    total, *rest = result if isinstance(result, tuple) else (result,)
-    if isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16):
-        total = total.float()
-    if not isinstance(result, tuple):
-        return (total,)
-    (weight,) = rest
-    if isinstance(weight, Tensor):
-        return total, weight.detach().to(total.dtype)
-    return total, torch.full((), weight, dtype=total.dtype)
-
-
-@dataclass
-class _Recorder:
-    """Keep the graph that torch.compile hands over, and answer with its fake outputs."""
-
-    batch: Collection[int]
-    module: fx.GraphModule | None = None
-    inputs: Sequence[Any] = ()
-    outputs: list[Any] = field(default_factory=list)
-    problem: CaptureError | None = None
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.module, self.inputs = module, inputs
-        self.problem = _specialised(module, inputs, self.batch)
-        if self.problem:
-            raise self.problem
-        nodes = module.graph.output_node().args[0]
-        assert isinstance(nodes, list | tuple)
-        self.outputs = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in nodes]
-        return lambda *_: self.outputs
-
-    def clean(self) -> None:
-        """Replace the calls of regions in the graph, and drop choices of kernels, once Dynamo is done with it."""
-        if self.module is not None:
-            self.inputs = complete(self.module, self.inputs)
-            flatten(self.module)
-            drop_kernel_choices(self.module)
-
-    def node_of(self, value: Any) -> fx.Node | None:
-        """Return the node whose fake value is this very object."""
-        assert self.module is not None
-        nodes = self.module.graph.output_node().args[0]
-        assert isinstance(nodes, list | tuple)
-        return next((n for n, v in zip(nodes, self.outputs, strict=True) if v is value and isinstance(n, fx.Node)), None)
 
 
 def capture_forward(
@@ -192,8 +128,10 @@ def capture_forward(
         module = fake_model(model, _torch.fake_cpu(), casts)
         example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
         state = KeptState({"model": module, "loss": loss}, step.__globals__)
-        calls = _Calls(module, loss, example, state)
+        regions = AutomaticRegions(module)
+        calls = _Calls(module, loss, example, state, regions)
         first = calls.trace()
+        regions.said()
         return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
 
 
@@ -205,6 +143,8 @@ class _Calls:
     loss: Loss
     example: Example
     state: KeptState
+    regions: AutomaticRegions
+    statements: Statements = field(default_factory=Statements)
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
@@ -217,12 +157,9 @@ class _Calls:
         for tensor in rows.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
-        recorder = _Recorder({id(t) for t in rows.values()})
         with self.state.call():
-            result = _run(recorder, self.model, self.loss, self.example)
-        gm = recorder.module
-        if gm is None:
-            raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
+            recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules)
+        gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
             replace_portable(gm, lambda node: is_opaque(node, modules))
@@ -249,6 +186,7 @@ class _Calls:
             fixed=self.example.fixed,
             joined=self.example.joined,
             constants=self.example.constants,
+            notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
         )
 
     def trace_again(self) -> Forward:
@@ -294,46 +232,6 @@ def _manifest(
     return tuple(params), tuple(buffers), before
 
 
-def _run(recorder: _Recorder, model: nn.Module, loss: Loss, example: Example) -> tuple[Any, ...]:
-    with _torch.own_settings(), torch.enable_grad():
-        if repeated := repeated_layers(model):
-            try:
-                with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, example)
-            except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
-                recorder.problem = None
-        try:
-            with _torch.regions_apart():
-                return _traced(recorder, model, loss, example)
-        except _torch.CAPTURE_ERRORS as error:
-            raise recorder.problem or as_capture_error(error, __file__, example.tensors) from error
-        except NotFlat as error:
-            raise CaptureError(
-                f"a nested compile region of the model's cannot be captured: {error}; remove torch.compiler.nested_compile_region"
-                ", or use it only around code that calls no other region"
-            ) from error
-
-
-def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, example: Example) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined)
-    recorder.clean()
-    assert isinstance(result, tuple)
-    return result
-
-
-def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
-    """Return the error for a model that fixed the number of rows while it was traced."""
-    nodes = module.graph.find_nodes(op="placeholder")
-    rows = [n.meta["example_value"].shape[0] for n, v in zip(nodes, inputs, strict=True) if id(v) in batch]
-    if all(_torch.is_symbolic(r) for r in rows):
-        return None
-    lines = [g.line for g in _torch.row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
-    return CaptureError(
-        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
-        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS})"
-    )
-
-
 def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None], own: bool) -> None:
     total = result[0]
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point or nodes[0] is None:
@@ -349,7 +247,7 @@ def _shape(tensor: Tensor) -> str:
     return "[" + ", ".join("rows" if _torch.is_symbolic(s) else str(s) for s in tensor.shape) + "]"
 
 
-def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorder) -> dict[str, fx.Node]:
+def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder) -> dict[str, fx.Node]:
     """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
     found: dict[str, fx.Node] = {}
     for name, tensor, _ in named_tensors(model):

@@ -36,6 +36,15 @@ LOSS = (
 )
 
 
+FOLLOWS_VALUES = re.compile(r"[Dd]ata[- ]dependent|unbacked symint|[Cc]ould not (guard|extract)")
+"""A pattern for Dynamo's text of code that it cannot trace since it depends on values of tensors."""
+
+
+def follows_values(error: BaseException) -> bool:
+    """Return whether the code that Dynamo could not trace depends on values of tensors."""
+    return FOLLOWS_VALUES.search(str(error)) is not None and "fake impl" not in str(error)
+
+
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
     """Return Dynamo's error as ours.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -29,11 +30,12 @@ from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
 from piper_compiler.capture.kernels import listed
+from piper_compiler.capture.written import equal_rows, weights_like
 from piper_ir.errors import CaptureError
 from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
-from piper_ops import Returned, backward_step, dtype_name, forward_step, kernel_of, storage_key
+from piper_ops import Returned, as_written, backward_step, call_of, dtype_name, forward_step, kernel_of, storage_key
 
 aten = torch.ops.aten
 
@@ -42,6 +44,7 @@ def trace_opaque(
     module: fx.GraphModule,
     inputs: Sequence[JointInput],
     tangent_mask: Sequence[bool],
+    blocks: Sequence[Sequence[int]],
     *,
     random: bool,
     keep: str = KEEP_ALL,
@@ -49,6 +52,7 @@ def trace_opaque(
 ) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
 
+    `blocks` has how many entries a row has in each dimension of each input, 0 where that does not depend on the rows.
     Under a policy of recomputation that does not keep all, F keeps nothing, whatever else the policy names. W adds to
     accumulators of the dtype `reduce`, or that of their parameters.
 
@@ -57,7 +61,7 @@ def trace_opaque(
     constants = constants_of(module)
     body = _body(module, tuple(constants))
     again: Returned = "all" if keep.endswith(HANDS_ON) else "handle"
-    trial = _Trial(module, inputs, tuple(tangent_mask), constants, again=None if keep == KEEP_ALL else again)
+    trial = _Trial(module, inputs, tuple(tangent_mask), constants, blocks, again=None if keep == KEEP_ALL else again)
     specs = [TensorSpec(tuple(i.example.shape), dtype_name(i.example.dtype)) for i in inputs]
     ports = {f"in{k}": spec for k, spec in enumerate(specs)}
     ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
@@ -79,7 +83,7 @@ def trace_opaque(
         used = [k in trial.used for k, i in enumerate(inputs) if i.needs_grad]
         code["I"] = StepCode(
             "# step I\nfrom piper_ops.opaque import backward_step\n\n"
-            f"step = backward_step({sum(comes)}, {used}, {trial.params})\n",
+            f"step = backward_step({sum(comes)}, {used}, {trial.params}{', zeros=True' if trial.real else ''})\n",
             {},
         )
         if params:
@@ -162,7 +166,12 @@ class _Observed:
 
 
 class _Watch(_torch.TorchDispatchMode):
-    """Watch every op below autograd, and count the bytes of storages that ops make until they die."""
+    """Watch every op below autograd, and count the bytes of storages that ops make until they die.
+
+    Of an operator that takes functions only the results are seen, and no kernels.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
@@ -178,8 +187,8 @@ class _Watch(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        asks = func.namespace == "prim"  # prim::device and its like ask a tensor what it is
-        if not asks and (func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)):
+        seen = isinstance(func, _torch.OpOverload) and func.namespace != "prim"  # prim::device asks a tensor what it is
+        if seen and (func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)):
             self.observed.kernels.append(kernel_of(func, args, out, kwargs or {}))
         if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
             self.observed.held.append(self.live - self._base)
@@ -221,14 +230,18 @@ class _Trial:
         inputs: Sequence[JointInput],
         mask: Sequence[bool],
         constants: Mapping[str, Tensor],
+        blocks: Sequence[Sequence[int]],
         *,
         again: Returned | None,
     ) -> None:
+        self._module = module
         self._inputs, self._wanted, self.again = inputs, [i.needs_grad for i in inputs], again
-        with _torch_joint.fake_mode(), torch.device("cpu"):
-            self._given = [torch.empty(i.example.shape, dtype=i.example.dtype) for i in inputs]
-            fixed = {n: torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
-            self._module, self._body = module, _interpreted(module, fixed)
+        self.real = bool(module.graph.find_nodes(op="call_function", target=as_written))
+        with nullcontext() if self.real else _torch_joint.fake_mode(), torch.device("cpu"):
+            generator = torch.Generator().manual_seed(0)
+            self._given = [self._example(i, b, generator) for i, b in zip(inputs, blocks, strict=True)]
+            fixed = {n: c if self.real else torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
+            self._body = _interpreted(module, fixed)
             self.tangents, self.used = self._reached(mask)
             self.params: dict[int, int] = {}
             self.kept = self._kept()
@@ -236,6 +249,15 @@ class _Trial:
             self.params = {k: self.kept.index(port) for k, port in ports.items() if port in self.kept}
             with torch.no_grad(), _Watch([*self._given, *fixed.values()]) as watch:
                 self._measure(watch)
+
+    def _example(self, given: JointInput, blocks: Sequence[int], generator: torch.Generator) -> Tensor:
+        shape, dtype = given.example.shape, given.example.dtype
+        if not self.real:
+            return torch.empty(shape, dtype=dtype)
+        if given.kind in ("param", "buffer"):
+            return weights_like(shape, dtype, generator)
+        calls = self._module.graph.find_nodes(op="call_function", target=as_written)
+        return equal_rows(shape, blocks, dtype, generator, min(call_of(str(n.args[0])).integers for n in calls))
 
     def _reached(self, mask: Sequence[bool]) -> tuple[tuple[bool, ...], list[int]]:
         """Return which outputs' gradients are used, and which inputs get a gradient from them."""
@@ -249,6 +271,8 @@ class _Trial:
         sources = {k: t for k, t in enumerate(leaves) if t.requires_grad}
         if not ends:
             return tuple(comes), []
+        if self.real:  # other values take other paths
+            return tuple(comes), list(sources)
         try:
             found = torch.autograd.grad(ends, list(sources.values()), [torch.empty_like(o) for o in ends], allow_unused=True)
         except _torch.RUN_ERRORS as error:  # what autograd says of such a forward on a real device too
@@ -297,7 +321,7 @@ class _Trial:
             ports = {f"in{k}": t for k, t in enumerate(self._given)} | {f"out{k}": t for k, t in enumerate(results)}
             args = [made.pop(), *tangents, *(ports[p] for p in self.kept)]
             self.backward = watch.begin()
-            backward_step(len(tangents), used, self.params)(args)
+            backward_step(len(tangents), used, self.params, zeros=self.real)(args)
 
 
 def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -309,7 +333,8 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
             return tuple(interpreter.run(*inputs))
         except _torch.RUN_ERRORS as error:
             where = line_of(interpreter.node) if interpreter.node is not None else "an opaque region"
-            raise CaptureError(f"{where}: cannot run in an opaque region on fake tensors: {error}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
 
     return body
 

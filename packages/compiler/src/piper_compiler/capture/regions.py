@@ -5,7 +5,7 @@ the operations in program order:
 
 1. An operation without user coordinates takes those of its latest producer: the last one in the latest region. Without
    a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque`,
-   `experts` and `shared` are never taken over.
+   `experts`, `shared` and `checkpoint` are never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
    producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
    none.
@@ -13,7 +13,7 @@ the operations in program order:
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
    between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
-   unless that is opaque, or one of experts or of shared operations.
+   unless that is opaque, checkpointed, or one of experts or of shared operations.
 4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
    bytes cross then (`sinking`).
 
@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.concrete import is_size, line_of, tensors_of
+from piper_compiler.capture.concrete import DROPPED, is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.replay import ReplayFacts
@@ -39,18 +39,13 @@ from piper_compiler.capture.sinking import Sinking
 from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, module_coords, rest_coords
 from piper_ir.errors import CaptureError
 from piper_ir.layout import EXPERTS, SHARED
+from piper_ir.ops import CHECKPOINT
 
 Coords = dict[str, int]
-ALONE = (EXPERTS, SHARED, OPAQUE)
-"""The coordinates of regions that have no operations but those that were written in them, or are marked."""
-
-DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
-"""The statements without a tensor result that have no effect on a training step."""
+ALONE = (EXPERTS, SHARED, OPAQUE, CHECKPOINT)
+"""The coordinates that no operation takes over from another one, so that their regions hold what was written there."""
 
 TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
-
-TRANSFORMS = ("torch._functorch.predispatch", "torch._functorch.vmap")
-"""The modules of the calls that enter and leave transforms of torch.func in a captured graph."""
 
 
 @dataclass(eq=False)
@@ -96,10 +91,11 @@ def operations(graph: fx.Graph) -> Operations:
         name = getattr(node.target, "__name__", str(node.target))
         if name in TRITON:
             raise CaptureError(f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op")
-        if (getattr(node.target, "__module__", None) or "").startswith(TRANSFORMS):
+        if _torch.is_transform(node.target):
             raise CaptureError(
                 f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be cut into chunks; "
-                "write it with batched operations, or wrap it as an operator of its own (torch.library.custom_op)"
+                "put it into a small nn.Module, which then runs by autograd as it is, write it with batched operations, or wrap "
+                "it as an operator of its own (torch.library.custom_op)"
             )
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])

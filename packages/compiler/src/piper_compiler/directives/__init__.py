@@ -12,8 +12,8 @@ from piper_compiler.directives.order import Overlap as overlap
 from piper_compiler.directives.partition import Boundaries, asked_layers, chunk_layers, layers_of, stage_of_layers
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
+from piper_compiler.directives.recompute import ASKED_FOR, asked_by_model, policies_of
 from piper_compiler.directives.recompute import Recompute as recompute
-from piper_compiler.directives.recompute import policies_of
 from piper_compiler.directives.replicate import Replicate as replicate
 from piper_compiler.directives.shard import Shard as shard
 from piper_compiler.directives.shard import shardings_of
@@ -23,11 +23,13 @@ from piper_compiler.directives.split_backward import SplitBackward as split_back
 from piper_compiler.directives.stream import Stream as stream
 
 __all__ = [
+    "ASKED_FOR",
     "REGISTRY",
     "Boundaries",
     "Decided",
     "Directive",
     "Ordered",
+    "asked_by_model",
     "asked_layers",
     "call_site",
     "chunk_layers",

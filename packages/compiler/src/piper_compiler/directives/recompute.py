@@ -6,6 +6,9 @@
 With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in
 a bubble before the gradient arrives. An R that no order names waits for what its backward waits for.
 
+What a model puts under torch.utils.checkpoint itself is under "inputs" where no `recompute` selects it, as if that were
+written last.
+
 With group=k the inputs of every k-th layer are kept alone: R of a layer also makes the output again that R of the next
 one reads, as value layer1:out0!r. These R are nodes of their own.
 
@@ -21,7 +24,7 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -30,9 +33,9 @@ from piper_compiler.directives.decided import Decided
 from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
 from piper_ir.graph import Coord, Editor, Graph, Node
 from piper_ir.graph_parts import common, compute_id, in_mbs
-from piper_ir.ops import HANDS_ON, KEEP_ALL, Compute, variant_name
+from piper_ir.ops import CHECKPOINT, HANDS_ON, KEEP_ALL, Compute, variant_name
 from piper_ir.program import Chunk, Program
-from piper_ir.select import Where
+from piper_ir.select import ANY, Where
 
 POLICIES = (KEEP_ALL, "products", "attention", "inputs")
 """The policies that have a name; any other is names of ops, joined by "+"."""
@@ -46,6 +49,30 @@ class Recomputing(Protocol):
     """
 
     def policies(self) -> tuple[str, ...]: ...
+
+
+ASKED_FOR = "inputs"
+"""The policy of regions that the model puts under torch.utils.checkpoint: it keeps what their function is given."""
+
+
+def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recompute, ...]:
+    """Return the directive for what the model itself asks to make again, and no `recompute` of the strategy selects."""
+    if not any(CHECKPOINT in c.coords and graph.program.has_variant(c.id, ASKED_FOR) for c in graph.program.chunks):
+        return ()
+    decided = {n.id for d in directives if isinstance(d, Recompute) for n in graph.pick(d.selection)}
+    asked = [
+        n for n in graph.pick(Where((("phase", "F"), (CHECKPOINT, ANY)))) if isinstance(n.op, Compute) and n.op.keep == KEEP_ALL
+    ]
+    chunks = dict.fromkeys(str(n.coords["chunk"]) for n in asked if n.id not in decided)
+    changed = {o.ref for c in graph.program.chunks for o in c.outputs if o.kind == "buffer"}
+    possible = [id for id in chunks if _may_repeat(graph.program.chunk(variant_name(id, ASKED_FOR)), changed)]
+    return (Recompute(Where(chunk=tuple(possible)), ASKED_FOR, site="torch.utils.checkpoint in the model"),) if possible else ()
+
+
+def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
+    """Return whether there is something to make again, of nothing that the model has changed by then."""
+    read = [variant.inputs[int(p[2:])] for p in variant.steps["R"].reads if p.startswith("in")] if _repeats(variant) else []
+    return _repeats(variant) and not any(entry.kind == "buffer" and entry.ref in changed for entry in read)
 
 
 def policies_of(directives: Iterable[Directive]) -> tuple[str, ...]:

@@ -1,0 +1,102 @@
+"""Take `torch.utils.checkpoint` in a model for what a plan does by itself: the region gets the coordinate `checkpoint`.
+
+Dynamo leaves a call of the function's own graph. It is replaced by a copy of that graph, so that its operations are
+operations of the model like all others. What is made again is for the strategy to say; without a word of it, what the
+model asked for (`piper_compiler.directives.recompute`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.tags import PREFIX
+from piper_ir.errors import CaptureError
+from piper_ir.ops import CHECKPOINT
+from piper_ops import user_line
+
+CALLS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint)
+
+
+def open_checkpoints(module: fx.GraphModule) -> list[str]:
+    """Replace the calls of checkpointed functions by their operations; return the user's lines.
+
+    Raises CaptureError for calls that train something else than the function does, or choose what is kept.
+    """
+    lines: list[str] = []
+    while calls := [n for n in module.graph.nodes if n.op == "call_function" and n.target in CALLS]:
+        for call in calls:
+            lines.append(_opened(module, call))
+    return list(dict.fromkeys(lines))
+
+
+def checkpoint_note(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return what is said of checkpointed functions at these lines, if there are any."""
+    if not lines:
+        return ()
+    more = f" and {len(lines) - 2} more" if len(lines) > 2 else ""
+    return (
+        f"torch.utils.checkpoint ({', '.join(lines[:2])}{more}): these regions have the coordinate checkpoint=1, and are made "
+        "again in the backward as by recompute(where(checkpoint=1), keep='inputs'), unless the strategy has a recompute for them "
+        "(keep='all' keeps everything)",
+    )
+
+
+def _opened(module: fx.GraphModule, call: fx.Node) -> str:
+    """Replace one call; return its line."""
+    name, *given = call.args
+    assert isinstance(name, fx.Node)
+    body: Any = getattr(module, str(name.target))
+    line = user_line(call)
+    _check(call, given, body)
+    copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+    results: Any = ()
+    with module.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "output":
+                results = fx.map_arg(node.args[0], copies.__getitem__)
+            elif node.op == "get_attr":
+                copies[node] = module.graph.get_attr(_moved(module, body, str(node.target)))
+                copies[node].meta = dict(node.meta)
+            elif node.op != "placeholder":
+                copy = copies[node] = module.graph.node_copy(node, copies.__getitem__)
+                copy.meta = {**node.meta, "custom": {**(node.meta.get("custom") or {}), PREFIX + CHECKPOINT: 1}}
+    for user in list(call.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        module.graph.erase_node(user)
+    module.graph.erase_node(call)
+    if not name.users:
+        module.graph.erase_node(name)
+    return line
+
+
+def _moved(module: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
+    """Give the outer graph what the inner one holds, under a name of its own."""
+    value: Any = body
+    for part in name.split("."):
+        value = getattr(value, part)
+    fresh = name.replace(".", "_")
+    while hasattr(module, fresh):
+        fresh += "_"
+    setattr(module, fresh, value)
+    return fresh
+
+
+def _check(call: fx.Node, given: list[Any], body: fx.GraphModule) -> None:
+    where = line_of(call)
+    if body.meta.get("_checkpoint_context_fn") is not None:
+        raise CaptureError(
+            f"{where}: torch.utils.checkpoint with a context_fn chooses which operations are kept. Leave context_fn out, and say "
+            "so in the strategy: piper.recompute(where(checkpoint=1), keep='products'), or names of ops"
+        )
+    values = [n.meta["example_value"] for n in given if isinstance(n, fx.Node) and n.op != "placeholder"]
+    reached = any(v.requires_grad for v in values if isinstance(v, Tensor))
+    if call.kwargs.get("use_reentrant") and not reached:
+        raise CaptureError(
+            f"{where}: torch.utils.checkpoint(use_reentrant=True) of inputs that need no gradient trains none of the weights "
+            "inside, in plain PyTorch too. Write use_reentrant=False"
+        )
