@@ -145,7 +145,8 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
         source.clip_norm,
         source.tokens_per_row,
         spec.update_bytes,
-        "" if spec.flat else spec.kind,
+        spec.whole,
+        spec.whole_groups,
         given.params,
         given.reduce or given.params,
     )
@@ -154,11 +155,14 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
     """Raise JobError when an optimizer may couple parameters that a plan puts on several roles."""
+    from piper_runtime.rank import KEEPS_TO
+
     if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
             f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
-            f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
-            "or a strategy without place"
+            f"this strategy puts parameters on {len(plan.roles)} roles; declare it with piper.per_parameter({spec.kind}), or "
+            f"piper.elementwise({spec.kind}) if it updates each element by itself, where {KEEPS_TO}; or use an optimizer of "
+            "torch.optim, or a strategy without place"
         )
 
 

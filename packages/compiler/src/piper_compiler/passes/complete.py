@@ -6,6 +6,7 @@ It adds gradient buckets and their reductions, the loss weight, the gradient nor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from piper_compiler.directives.split import split_all
@@ -64,12 +65,13 @@ def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> in
     """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
     buckets = [edit.buckets[id] for id in held]
     cast = sum(_updated(edit, b, training) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
-    return cast + (training.update_bytes if held else 0)
+    own = [replace(b, numel=b.numel // edit.graph.mesh.degree(b.shard.optim)) for b in buckets]
+    return cast + training.update_bytes(own)
 
 
 def _updated(edit: Editor, bucket: Bucket, training: Training) -> int:
     """Return the elements that a rank updates: of a bucket, or of its parameters where these go one by one."""
-    if training.whole:
+    if bucket.group in training.whole_groups:
         sizes = {p.name: bind(p.spec.numel, 0) for p in edit.graph.program.params}
         return sum(sizes[name] for name in bucket.params)
     return bucket.numel // edit.graph.mesh.degree(bucket.shard.optim)

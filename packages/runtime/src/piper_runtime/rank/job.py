@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from piper_ir.plan import Plan
 from piper_ir.tools import user_code
 from piper_ops import Constant, batch_leaves, batch_pair
 from piper_runtime.data import bind_batch
+from piper_runtime.rank.by_name import bound_by_name
 from piper_runtime.rank.job_advice import callable_problem, precision_problem
 from piper_runtime.rank.precision import DTYPES, Precision
 from piper_runtime.weights import (
@@ -37,6 +38,7 @@ from piper_runtime.weights import (
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
+MakesOptimizer = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 _MISSING: Any = object()
 """The value of a field that must be given, behind one that need not."""
 
@@ -54,8 +56,9 @@ class Job:
             is bound to `global_batch` here.
         loss: (output, targets) -> a mean over rows, or a pair (sum, weight). None for the model's own loss: its output,
             the first of several, or `output.loss`.
-        optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
-        scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
+        optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
+            full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
+        scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
         global_batch: rows per step over all replicas.
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
@@ -70,7 +73,7 @@ class Job:
     model: Callable[[], nn.Module]
     batch: Batch
     loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] = _MISSING
+    optimizer: MakesOptimizer | Mapping[str, MakesOptimizer] = _MISSING
     global_batch: int = _MISSING
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -114,6 +117,12 @@ class Job:
                 f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init the path of weights"
             )
         object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
+        object.__setattr__(self, "optimizer", bound_by_name(self.optimizer))
+
+    @property
+    def make_optimizers(self) -> Callable[[NamedParameters], Any]:
+        """Return the function of named parameters that makes the optimizers; a mapping has become one."""
+        return cast("Callable[[NamedParameters], Any]", self.optimizer)
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -69,7 +69,7 @@ class RankJob:
     """
 
     batch: Batch
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    optimizer: Callable[[NamedParameters], Any]
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
     first_step: int = 0
