@@ -23,6 +23,8 @@ class Training:
         update_bytes: bytes of temporaries that the optimizer holds in an update of some buckets, as a rank has them.
         whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
         whole_groups: the groups of such optimizers, whose parameters are updated one by one.
+        averages: buffers that forward updates from the batch and reads for nothing else, of which those of replica 0
+            count; None where the job has not chosen that replicas may differ.
         params: the dtype in which it updates parameters; "" for theirs in forward and backward.
         reduce: the dtype in which gradients are summed and reduced; "" for that of the update.
     """
@@ -36,6 +38,7 @@ class Training:
     whole_groups: frozenset[int] = frozenset()
     params: str = ""
     reduce: str = ""
+    averages: frozenset[str] | None = None
 
     def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
         """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.

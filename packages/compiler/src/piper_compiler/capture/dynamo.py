@@ -34,9 +34,10 @@ from piper_compiler.capture.model import (
     own_loss,
 )
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
+from piper_compiler.capture.statistics import check_batch_norms
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
-from piper_ops import UnsupportedVariant, replace_portable
+from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
 EXAMPLE_ROWS = 6
 """The number of rows of the symbolic capture. A model that compares its rows with any fixed number is refused."""
@@ -79,6 +80,7 @@ class Forward:
         fixed: names of those without rows.
         joined: names of those whose first two dimensions are one in the user's batch.
         constants: what else the batch holds, by name, as texts.
+        norms: batch norms that take the statistics of the microbatch.
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
         guards: facts about sizes that the path depends on.
@@ -103,6 +105,7 @@ class Forward:
     fixed: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
     constants: tuple[tuple[str, str], ...] = ()
+    norms: tuple[BatchNorm, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,14 +188,20 @@ def capture_forward(
     casts: Casts | None = None,
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
+    *,
+    statistics: bool = False,
 ) -> Forward:
-    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
+    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
+
+    With `statistics` batch norms take those of each microbatch.
+    """
     casts = casts or Casts()
     with _torch.CAPTURING:
         module = fake_model(model, _torch.fake_cpu(), casts)
+        check_batch_norms(module, statistics=statistics)
         example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
         state = KeptState({"model": module, "loss": loss}, step.__globals__)
-        calls = _Calls(module, loss, example, state)
+        calls = _Calls(module, loss, example, state, statistics)
         first = calls.trace()
         return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
 
@@ -205,6 +214,7 @@ class _Calls:
     loss: Loss
     example: Example
     state: KeptState
+    statistics: bool = False
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
@@ -225,7 +235,7 @@ class _Calls:
             raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
-            replace_portable(gm, lambda node: is_opaque(node, modules))
+            norms = replace_portable(gm, lambda node: is_opaque(node, modules), statistics=self.statistics)
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
         nodes = [recorder.node_of(value) for value in result]
@@ -249,6 +259,7 @@ class _Calls:
             fixed=self.example.fixed,
             joined=self.example.joined,
             constants=self.example.constants,
+            norms=norms,
         )
 
     def trace_again(self) -> Forward:

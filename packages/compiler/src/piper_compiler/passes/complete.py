@@ -33,7 +33,7 @@ def complete(graph: Graph, training: Training) -> Graph:
     graph = _place_rest(graph)
     check_exchanges(graph)
     _check_axes(graph)
-    _check_buffers(graph)
+    _check_buffers(graph, training.averages)
     _check_orders(graph)
     edit = exchange(graph).edit()
     make_buckets(edit, training)
@@ -122,17 +122,25 @@ def _check_axes(graph: Graph) -> None:
         )
 
 
-def _check_buffers(graph: Graph) -> None:
-    """Check that a buffer that the model updates gets the same values as on one device."""
+def _check_buffers(graph: Graph, averages: frozenset[str] | None) -> None:
+    """Check that a buffer that the model updates gets the same values as on one device.
+
+    `averages` are those that nothing else reads and of which replica 0's count.
+    """
     wide = any(r.over for r in graph.replication.values())
     for chunk in graph.program.chunks:
         for output in chunk.outputs:
             if output.kind != "buffer" or counts_tokens(output.ref):  # ranks count their own
                 continue
-            if wide and output.varies:
+            if wide and output.varies and output.ref not in (averages or ()):
+                chosen = (
+                    'Job(batch_norm="microbatch") lets them, where forward only updates it, and has that of replica 0'
+                    if averages is None
+                    else 'forward reads it beside that, so that Job(batch_norm="microbatch") does not help'
+                )
                 raise CompileError(
                     f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its replicas would differ; "
-                    "do not replicate this model, or make the update independent of the batch"
+                    f"do not replicate this model, or make the update independent of the batch. {chosen}"
                 )
             users = _buffer_users(graph.program, output.ref)
             roles = {node.role for id in users for node in graph.compute(id, "F")}

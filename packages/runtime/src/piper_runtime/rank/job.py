@@ -67,6 +67,9 @@ class Job:
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
             of file names, of the path ("inputs.positions") or its end ("positions").
+        batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
+            plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
+            None refuses them.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -83,6 +86,7 @@ class Job:
     init: str | Path = "model"
     rename: Renames = field(default_factory=dict, hash=False)
     shared: str | tuple[str, ...] = ()
+    batch_norm: str | None = None
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -106,6 +110,8 @@ class Job:
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
         if not isinstance(self.shared_names, tuple) or not all(isinstance(n, str) and n for n in self.shared_names):
             raise JobError(f"Job(shared={self.shared!r}): the name of a tensor of the batch is needed, or a tuple of names")
+        if self.batch_norm not in (None, "microbatch"):
+            raise JobError(f'Job(batch_norm={self.batch_norm!r}): "microbatch" is needed, or None to refuse batch statistics')
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
         if not isinstance(self.init, str | Path):
