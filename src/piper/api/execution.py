@@ -171,7 +171,7 @@ def execute(
     )
     options |= {"trainable": compiled.trainable, "checkpoint": checkpoint, "resume": resume, "restarts": restarts}
     more["on_restart"] = restart_log(folder, more.get("on_restart"))
-    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
+    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step, chosen.metrics) as heard:
         result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options, **more)
     if folder is not None:
         try:

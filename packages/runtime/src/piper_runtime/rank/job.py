@@ -18,7 +18,7 @@ from piper_ir.tools import user_code
 from piper_ops import Constant, batch_leaves, batch_pair
 from piper_runtime.data import bind_batch
 from piper_runtime.rank.by_name import bound_by_name
-from piper_runtime.rank.job_advice import callable_problem, precision_problem
+from piper_runtime.rank.job_advice import callable_problem, metrics_problem, precision_problem
 from piper_runtime.rank.precision import DTYPES, Precision
 from piper_runtime.weights import (
     HeldTensor,
@@ -70,6 +70,7 @@ class Job:
         batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
             plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
             None refuses them.
+        metrics: functions of the loss of a step by name, such as {"perplexity": math.exp}; their values are logged.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -87,6 +88,7 @@ class Job:
     rename: Renames = field(default_factory=dict, hash=False)
     shared: str | tuple[str, ...] = ()
     batch_norm: str | None = None
+    metrics: Mapping[str, Callable[[float], float]] = field(default_factory=dict, hash=False)
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -112,6 +114,8 @@ class Job:
             raise JobError(f"Job(shared={self.shared!r}): the name of a tensor of the batch is needed, or a tuple of names")
         if self.batch_norm not in (None, "microbatch"):
             raise JobError(f'Job(batch_norm={self.batch_norm!r}): "microbatch" is needed, or None to refuse batch statistics')
+        if (problem := metrics_problem(self.metrics)) is not None:
+            raise JobError(problem)
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
         if not isinstance(self.init, str | Path):

@@ -63,6 +63,26 @@ def callable_problem(name: str, value: object) -> str | None:
     return None
 
 
+def metrics_problem(metrics: object) -> str | None:
+    """Return what is wrong with Job.metrics, or None."""
+    advice = 'a mapping from names to functions of the loss is needed, such as {"perplexity": math.exp}'
+    if not isinstance(metrics, Mapping):
+        return f"Job(metrics=...) got {_article(metrics)}: {advice}"
+    for name, function in metrics.items():
+        if not isinstance(name, str) or not name or not callable(function):
+            return f"Job(metrics=...) has {name!r} with {_article(function)}: {advice}"
+        try:
+            inspect.signature(function).bind(0.0)
+        except ValueError:  # a function in C: it will say so itself
+            continue
+        except TypeError:
+            return (
+                f"Job(metrics=...) calls {name!r} as {name}(loss), which {_name(function)}{inspect.signature(function)} does not "
+                f"accept: {advice}. Functions of the model's outputs are not supported"
+            )
+    return None
+
+
 def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
     """Return what was probably meant with a value that is no Precision."""
     name = dtype_meant(value, accepted) or "float32"

@@ -73,6 +73,7 @@ class RankOptimizer:
         first_step: int = 0,
     ):
         self._store = store
+        self.rates: tuple[float, ...] = ()
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         dtype = self._dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
         self._again: Callable[[], list[Optimizer]] = lambda: call_optimizers(function, meta_parameters(plan.whole_params, dtype))
@@ -184,7 +185,11 @@ class RankOptimizer:
         self._store.copy_masters(buckets)
 
     def end_step(self) -> None:
-        """Advance the learning-rate schedules; once per optimizer step, after all updates."""
+        """Advance the learning-rate schedules; once per optimizer step, after all updates.
+
+        `rates` are the learning rates of the groups in this step.
+        """
+        self.rates = tuple(float(group["lr"]) for group in self.groups if isinstance(group.get("lr"), int | float))
         for schedule in self._schedulers:
             schedule.step()
 

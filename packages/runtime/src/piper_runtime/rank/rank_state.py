@@ -117,6 +117,7 @@ class RankState:
         self.buffer_mb: dict[str, int] = {}
         self.counted: dict[str, torch.Tensor] = {}
         self.expert_tokens: dict[str, list[int]] = {}
+        self.gradient_norm: float | None = None
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
