@@ -238,6 +238,21 @@ class Synchronised(nn.Module):
         return out
 
 
+class Opaque(Synchronised):
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(3, track_running_stats=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x.mean((2, 3)))
+        with piper.region(part=1, opaque=True):
+            return squashed(self.norm, x)
+
+
+def squashed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = norm(x).sigmoid()
+    return out
+
+
 def cumulative() -> nn.Module:
     return Synchronised(nn.BatchNorm1d(3, momentum=None))
 
@@ -246,6 +261,7 @@ def cumulative() -> nn.Module:
     ("model", "says"),
     [
         (Synchronised, r"norm is SyncBatchNorm, .* all replicas, .*use nn.BatchNorm2d .*Job\(batch_norm"),
+        (Opaque, r"batch_norm: batch statistics inside an opaque region, .*\. Leave it outside of the region"),
         (cumulative, r"norm is BatchNorm1d\(momentum=None\), .* give it a momentum"),
     ],
 )

@@ -30,28 +30,28 @@ def replace_portable(
         if isinstance(module, fx.GraphModule):
             if statistics:
                 found += _batch_norms(module, opaque, examples)
-            _replace(module, opaque, examples, statistics=statistics)
+            _replace(module, opaque, examples)
     return tuple(found)
 
 
 def _batch_norms(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples) -> Iterator[BatchNorm]:
-    """Rewrite batch norms with statistics of the batch; those that are opaque stay as they are."""
+    """Rewrite batch norms with statistics of the batch; raise UnsupportedVariant for those that are opaque."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in BATCH_NORMS:
             bound = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
             if uses_batch(bound):
+                if opaque(node):
+                    reason = "batch statistics inside an opaque region, where its kernel keeps other bytes on every device"
+                    raise unsupported(node, reason, "Leave it outside of the region.")
                 yield described(node, bound)
-                if not opaque(node):
-                    _put(gm.graph, node, rewrite_batch_norm, bound, examples)
+                _put(gm.graph, node, rewrite_batch_norm, bound, examples)
 
 
-def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples, *, statistics: bool) -> None:
+def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
         refusal, kept = REFUSALS.get(node.target), opaque(node)
-        if kept and statistics and node.target in BATCH_NORMS:
-            continue
         if refusal is not None and refusal.meets(node) and (refusal.everywhere or not kept):
             raise unsupported(node, refusal.reason, refusal.way_out)
         if node.target is torch.amp.autocast_mode._enter_autocast:
