@@ -427,7 +427,7 @@ def autocast(net: Any, x: Tensor) -> Tensor:
 
 def test_where_nothing_equals_the_model_the_message_says_that_too() -> None:
     norm = only_named(lambda net, x: F.batch_norm(net.linear(x).flatten(1), None, None, training=True))
-    assert "No plan trains this model. Other models that a plan trains" in norm
+    assert 'Job(batch_norm="microbatch") takes the statistics' in norm and "Other models that a plan trains" in norm
     mixed = only_named(autocast)
     assert "Job(precision=Precision(params='float32', compute='bfloat16'))" in mixed
     precision = piper.Precision(params="float32", compute="bfloat16")

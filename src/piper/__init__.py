@@ -60,6 +60,8 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_runtime import Run as Run
     from piper_runtime.data import from_dataset as from_dataset
     from piper_runtime.data import from_stream as from_stream
+    from piper_runtime.rank import elementwise as elementwise
+    from piper_runtime.rank import per_parameter as per_parameter
     from piper_simulator import Cluster as Cluster
     from piper_simulator import Comparison as Comparison
     from piper_simulator import CostModel as CostModel
@@ -89,6 +91,8 @@ _HOME = {
     "region": "piper_compiler.capture",
     "tag": "piper_compiler.capture",
     "replacement": "piper_compiler.capture",
+    "elementwise": "piper_runtime.rank",
+    "per_parameter": "piper_runtime.rank",
     "op_cost": "piper_ops",
     "shared": "piper_ops",
     # the language

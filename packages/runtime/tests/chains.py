@@ -11,7 +11,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_runtime import Job, Run, execute
-from piper_runtime.rank.optimizer import optimizer_spec
+from piper_runtime.rank.optimizer_groups import optimizer_spec
 
 TOLERANCE = 1e-12
 

@@ -23,7 +23,8 @@ from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.report import StepRecord
-from piper_runtime.rank.optimizer import RankOptimizer, advance
+from piper_runtime.rank.optimizer import RankOptimizer
+from piper_runtime.rank.optimizer_calls import advance
 
 Named = list[tuple[str, nn.Parameter]]
 

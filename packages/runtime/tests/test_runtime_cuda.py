@@ -32,8 +32,8 @@ from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.survivors import Survivors
 from piper_runtime.rank.device import CPU, LateNumbers, using
 from piper_runtime.rank.job import materialize
-from piper_runtime.rank.parts import device_scale, gradient_scale
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.update_scale import device_scale, gradient_scale
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.staging import StagedCommunicators
 from tests import collective_model, collective_plans

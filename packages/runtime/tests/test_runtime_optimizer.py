@@ -11,10 +11,10 @@ from packages.runtime.tests.handmade import CODE, WIDTH, adamw, chain_job, chain
 from piper_ir.errors import JobError
 from piper_ir.ops import Update
 from piper_runtime.rank.job import materialize
-from piper_runtime.rank.optimizer import optimizer_spec
-from piper_runtime.rank.parts import gradient_scale
+from piper_runtime.rank.optimizer_groups import optimizer_spec
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.update_scale import gradient_scale
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +54,8 @@ def test_processes_compute_what_one_device_computes_and_inline_does(pool: Pool, 
     here = run(plan, job, memory=True)
     assert distance(there, plan, job) < TOLERANCE
     assert there.losses == pytest.approx(here.losses, rel=1e-14)
-    assert steps == [StepRecord(i, there.losses[i], there.step_s[i], there.batch_s[i]) for i in range(3)]
+    plain = [replace(s, gradient_norm=None, learning_rates=()) for s in steps]
+    assert plain == [StepRecord(i, there.losses[i], there.step_s[i], there.batch_s[i]) for i in range(3)]
     assert there.peak_bytes == here.peak_bytes
     assert {r: m.points for r, m in there.memory.items()} == {r: m.points for r, m in here.memory.items()}
     assert len(there.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def test_actors_compute_what_one_device_computes_and_inline_does(pool: RayPool) 
     assert distance(there, plan, job) < TOLERANCE
     assert there.losses == pytest.approx(here.losses, rel=1e-14) and there.peak_bytes == here.peak_bytes
     assert len(there.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
-    assert steps == [StepRecord(i, there.losses[i], there.step_s[i], there.batch_s[i]) for i in range(3)]
+    plain = [replace(s, gradient_norm=None, learning_rates=()) for s in steps]
+    assert plain == [StepRecord(i, there.losses[i], there.step_s[i], there.batch_s[i]) for i in range(3)]
 
 
 def test_actors_are_used_again_by_a_next_run_and_sit_side_by_side(pool: RayPool) -> None:

@@ -136,7 +136,9 @@ def capture_key(job: Job) -> CaptureKey | None:
             return None
         model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
-    return CaptureKey(model, loss, f"{_batch_of(job)} {job.shared_names}", job.precision.key, costs, tuple(map(str, settings)))
+    return CaptureKey(
+        model, loss, f"{_batch_of(job)} {job.shared_names} {job.batch_norm}", job.precision.key, costs, tuple(map(str, settings))
+    )
 
 
 def _batch_of(job: Job) -> str:
@@ -194,5 +196,6 @@ def _capture(job: Job) -> Captured:
             keep=given.kept,
             most=job.global_batch,
             shared=job.shared_names,
+            statistics=job.batch_norm is not None,
         )
         return under_policies(made, ())

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from piper.api.batch_statistics import MICROBATCH, averages_of, check_shared_norms
+from piper.api.batch_statistics import check_rows as check_norm_rows
 from piper.api.capturing import captured_job, layered_by, program_at, shared_by, under_policies
 from piper_compiler import Options, Strategy, Training, asked_layers, compile_program, policies_of, shardings_of
 from piper_ir.costs import Costs
@@ -21,6 +23,7 @@ from piper_ir.tools import Brief
 
 if TYPE_CHECKING:
     from piper_compiler.capture import Advancing, Captured, CodeStore, Layers
+    from piper_ops import BatchNorm
     from piper_runtime import Job
     from piper_runtime.rank import OptimizerSpec
 
@@ -39,6 +42,7 @@ class Compiled(Brief):
         trainable: Names of the parameters that had requires_grad when the model was captured.
         advancing: Buffers of the job's model that advance once per microbatch.
         layers: Which modules of the job's model are the layers.
+        norms: Batch norms of the job's model that take the statistics of each microbatch.
         strategy: What was compiled.
     """
 
@@ -52,6 +56,7 @@ class Compiled(Brief):
     strategy: Strategy | None = None
     layers: Layers | None = None
     notes: tuple[str, ...] = ()
+    norms: tuple[BatchNorm, ...] = ()
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield what was compiled, and what its plan says of itself."""
@@ -93,6 +98,8 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch)
+    norms = captured.forward.norms
+    check_shared_norms(norms, shardings_of(strategy.directives, strategy.mesh))
     captured = layered_by(captured, asked_layers(strategy.directives, captured.program))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, policies_of(strategy.directives))
@@ -108,6 +115,7 @@ def compile(
         )
     check_separable(spec, lowered.plan)
     check_data(source, lowered.plan)
+    check_norm_rows(norms, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
     made = Compiled(
         lowered.graph.program,
@@ -120,6 +128,7 @@ def compile(
         strategy,
         captured.layers,
         captured.forward.notes,
+        norms,
     )
     if notice := advancing_notice(made):
         warnings.warn(notice, PiperWarning, stacklevel=2)
@@ -147,20 +156,25 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
         source.clip_norm,
         source.tokens_per_row,
         spec.update_bytes,
-        "" if spec.flat else spec.kind,
+        spec.whole,
+        spec.whole_groups,
         given.params,
         given.reduce or given.params,
+        averages_of(source, captured),
     )
     return captured, spec, training
 
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
     """Raise JobError when an optimizer may couple parameters that a plan puts on several roles."""
+    from piper_runtime.rank import KEEPS_TO
+
     if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
             f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
-            f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
-            "or a strategy without place"
+            f"this strategy puts parameters on {len(plan.roles)} roles; declare it with piper.per_parameter({spec.kind}), or "
+            f"piper.elementwise({spec.kind}) if it updates each element by itself, where {KEEPS_TO}; or use an optimizer of "
+            "torch.optim, or a strategy without place"
         )
 
 
@@ -173,14 +187,16 @@ def check_data(job: Job, plan: Plan) -> None:
 
 def advancing_notice(compiled: Compiled) -> str:
     """Return a warning about buffers that advance more than once in a step of this plan; "" if none does."""
-    if not compiled.advancing or compiled.plan.microbatches == 1:
+    chosen = compiled.job is not None and compiled.job.batch_norm == MICROBATCH
+    if not compiled.advancing or compiled.plan.microbatches == 1 or chosen:
         return ""
     shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
     more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
     return (
         f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per microbatch, "
         f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
-        "update them outside of forward, or use one microbatch; `piper verify` compares with both"
+        "update them outside of forward, or use one microbatch; `piper verify` compares with both. "
+        'Job(batch_norm="microbatch") says that it is meant'
     )
 
 

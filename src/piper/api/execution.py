@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
     """Raise JobError when a job differs from the compiled one in facts of the plan, which would be ignored silently."""
-    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row"):
+    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row", "batch_norm"):
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
             raise JobError(
@@ -171,7 +171,7 @@ def execute(
     )
     options |= {"trainable": compiled.trainable, "checkpoint": checkpoint, "resume": resume, "restarts": restarts}
     more["on_restart"] = restart_log(folder, more.get("on_restart"))
-    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
+    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step, chosen.metrics) as heard:
         result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options, **more)
     if folder is not None:
         try:

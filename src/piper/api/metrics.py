@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from piper_runtime.launch import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
+OPTIONAL = frozenset({"experts", "gradient_norm", "learning_rates", "metrics"})
+"""The metrics that a line lacks where a run has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class StepMetrics:
         time: Unix seconds at which the step was known to be done.
         batch_s: As in `StepRecord`.
         experts: As in `StepRecord`.
+        gradient_norm: As in `StepRecord`.
+        learning_rates: As in `StepRecord`.
+        metrics: Values of the functions of the loss in Job.metrics, by name.
     """
 
     step: int
@@ -48,11 +53,21 @@ class StepMetrics:
     time: float
     batch_s: float = 0.0
     experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Return the measured values by name, without missing ones."""
         values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
+        values |= {"gradient_norm": self.gradient_norm, **self._rates(), **self.metrics}
         return {name: value for name, value in values.items() if value is not None} | self._loads()
+
+    def _rates(self) -> dict[str, float]:
+        """Return the learning rate by name, of each group where they differ."""
+        if len(set(self.learning_rates)) == 1:
+            return {"learning_rate": self.learning_rates[0]}
+        return {f"learning_rate/{group}": rate for group, rate in enumerate(self.learning_rates)}
 
     def _loads(self) -> dict[str, float]:
         """Return the tokens of the fullest expert over the mean, and those without a place, by module of experts."""
@@ -81,7 +96,7 @@ class JsonLines:
         self._end = self._file.tell()
 
     def write(self, metrics: StepMetrics) -> None:
-        found = {name: value for name, value in asdict(metrics).items() if name != "experts" or value}
+        found = {name: value for name, value in asdict(metrics).items() if name not in OPTIONAL or value not in (None, {}, ())}
         line = json.dumps(found).encode() + b"\n"
         rest = line
         try:
@@ -199,20 +214,40 @@ class Metrics:
     steps.
     """
 
-    def __init__(self, writers: Mapping[str, MetricsWriter], tokens_per_step: int | None = None) -> None:
+    def __init__(
+        self,
+        writers: Mapping[str, MetricsWriter],
+        tokens_per_step: int | None = None,
+        functions: Mapping[str, Callable[[float], float]] | None = None,
+    ) -> None:
         self._writers = dict(writers)
+        self._functions = dict(functions or {})
         self._tokens = tokens_per_step
         self._lost: dict[str, _Loss] = {}
 
     def __call__(self, record: StepRecord) -> None:
         rate = self._tokens / record.step_s if self._tokens and record.step_s > 0 else None
-        metrics = StepMetrics(record.step, record.loss, record.step_s, rate, time.time(), record.batch_s, record.experts)
+        metrics = StepMetrics(
+            record.step, record.loss, record.step_s, rate, time.time(), record.batch_s, record.experts, record.gradient_norm,
+            record.learning_rates, self._values(record),
+        )  # fmt: skip
         for name, writer in self._writers.items():
             try:
                 writer.write(metrics)
             except Exception as e:  # a full disk, or whatever a library raises: the training is worth more
                 lost = self._lost.setdefault(name, _Loss(0, f"step {record.step}: {type(e).__name__}: {e}"))
                 lost.steps += 1
+
+    def _values(self, record: StepRecord) -> dict[str, float]:
+        """Return the values of the user's functions of the loss; those that fail are reported at the end."""
+        found: dict[str, float] = {}
+        for name, function in self._functions.items():
+            try:
+                found[name] = float(function(record.loss))
+            except Exception as e:  # a function of the user's may fail in any way: the training is worth more
+                lost = self._lost.setdefault(f"metric {name}", _Loss(0, f"step {record.step}: {type(e).__name__}: {e}"))
+                lost.steps += 1
+        return found
 
     def close(self) -> None:
         """Close all writers; warn when any of them has lost steps, or could not be closed."""
@@ -234,11 +269,13 @@ class Metrics:
         self.close()
 
 
-def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
+def open_metrics(
+    folder: Path, names: Iterable[str], plan: Plan, functions: Mapping[str, Callable[[float], float]] | None = None
+) -> Metrics:
     """Open the metrics of a run of a plan in the folder of its results.
 
-    `names` are as in `log_names`. Raises MissingPackageError for a log whose library is not installed, and OutputError
-    when a log cannot be opened.
+    `names` are as in `log_names`; `functions` are those of Job.metrics. Raises MissingPackageError for a log whose
+    library is not installed, and OutputError when a log cannot be opened.
     """
     writers: dict[str, MetricsWriter] = {}
     for name in log_names(names):
@@ -250,12 +287,16 @@ def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
                 raise
             # Libraries have errors of their own, such as that nobody is logged in.
             raise OutputError(f'the log "{name}" cannot be opened in {folder}: {type(e).__name__}: {e}') from e
-    return Metrics(writers, plan.tokens_per_step)
+    return Metrics(writers, plan.tokens_per_step, functions)
 
 
 @contextmanager
 def recorded(
-    folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: Callable[[StepRecord], object] | None = None
+    folder: Path | None,
+    names: Iterable[str] | None,
+    plan: Plan,
+    on_step: Callable[[StepRecord], object] | None = None,
+    functions: Mapping[str, Callable[[float], float]] | None = None,
 ) -> Iterator[Callable[[StepRecord], object] | None]:
     """Yield a function for a run to call with every finished step, and close the metrics at the end.
 
@@ -267,7 +308,7 @@ def recorded(
             raise JobError(f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out DIR)")
         yield on_step
         return
-    with open_metrics(folder, names or (), plan) as metrics:
+    with open_metrics(folder, names or (), plan, functions) as metrics:
         if on_step is None:
             yield metrics
             return

@@ -174,7 +174,7 @@ def _requests(
     target: Compiled, singles: Sequence[Compiled], again: Sequence[Compiled], sharing: Sequence[Plan], repeats: int
 ) -> dict[int, ProfileRequest]:
     from piper_runtime.profile import ProfileRequest
-    from piper_runtime.rank import ShippedCode, check_same_model, materialize, pack
+    from piper_runtime.rank import ShippedCode, check_same_model, materialize, pack, with_declarations
 
     job = target.job
     assert job is not None
@@ -192,7 +192,7 @@ def _requests(
         pickle.dumps([c.plan for c in singles]),
         pickle.dumps([c.plan for c in again]),
         pickle.dumps(sharing),
-        pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss))),
+        pickle.dumps(pack((job.batch, with_declarations(job.make_optimizers), job.scheduler), (job.model, job.loss))),
         code,
         initial.params,
         initial.buffers,

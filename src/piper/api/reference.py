@@ -100,12 +100,14 @@ class _Trainer:
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = RandomState(self.model, job.seed, head, layers)
         self.updated = _Updated(self.model, job.precision)
-        self.optimizer = job.optimizer(self.updated.named())
-        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+        made = job.optimizer(self.updated.named())
+        self.optimizers = [*made] if isinstance(made, list | tuple) else [made]
+        self.schedulers = [job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler]
 
     def step(self, step: int) -> tuple[float, Tensors]:
         """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         losses, weights = self._accumulate(step)
         # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
         scale = 1.0 / (sum(weights) if weights else len(losses))
@@ -113,10 +115,11 @@ class _Trainer:
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_([p for _, p in self.updated.named()], self.job.clip_norm)
         gradients = {n: p.grad.clone() for n, p in self.updated.named() if p.grad is not None}
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.updated.write()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
         return sum(losses) * scale, gradients
 
     def _accumulate(self, step: int) -> tuple[list[float], list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from piper.api.batch_statistics import statistics_note
 from piper.api.compiling import Compiled, advancing_notice
 from piper.views.explain_exchanges import exchanges
 from piper.views.explain_layouts import index_facts, layouts
@@ -204,7 +205,8 @@ def _communication(plan: Plan) -> str:
 
 
 def _notes(compiled: Compiled) -> str:
-    found = filter(None, (_random_note(compiled), advancing_notice(compiled), *compiled.notes))
+    said = _random_note(compiled), statistics_note(compiled.norms, compiled.plan), advancing_notice(compiled)
+    found = filter(None, (*said, *compiled.notes))
     return "\n".join(f"note: {note}" for note in found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper_compiler.strategy import Strategy
@@ -20,8 +20,11 @@ class Training:
         state_bytes: bytes of optimizer state that a holder of a bucket keeps.
         clip: bound of the global gradient norm; None for no clipping.
         tokens_per_row: tokens in a row of the batch, for figures per token.
-        update_bytes: bytes of temporaries that the optimizer holds in an update.
+        update_bytes: bytes of temporaries that the optimizer holds in an update of some buckets, as a rank has them.
         whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
+        whole_groups: the groups of such optimizers, whose parameters are updated one by one.
+        averages: buffers that forward updates from the batch and reads for nothing else, of which those of replica 0
+            count; None where the job has not chosen that replicas may differ.
         params: the dtype in which it updates parameters; "" for theirs in forward and backward.
         reduce: the dtype in which gradients are summed and reduced; "" for that of the update.
     """
@@ -30,10 +33,12 @@ class Training:
     state_bytes: Callable[[Bucket], int] = lambda bucket: 0
     clip: float | None = None
     tokens_per_row: int | None = None
-    update_bytes: int = 0
+    update_bytes: Callable[[Sequence[Bucket]], int] = lambda buckets: 0
     whole: str = ""
+    whole_groups: frozenset[int] = frozenset()
     params: str = ""
     reduce: str = ""
+    averages: frozenset[str] | None = None
 
     def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
         """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.

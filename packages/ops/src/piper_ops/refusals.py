@@ -59,8 +59,9 @@ _RNN = Refusal(
 )
 _STATISTICS = Refusal(
     "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",
-    "No plan trains this model. Other models that a plan trains: LayerNorm, RMSNorm or GroupNorm in its place, or the module in "
-    "eval mode, with its running statistics.",
+    'Job(batch_norm="microbatch") takes the statistics of each microbatch on its replica, as gradient accumulation in plain '
+    "PyTorch does. Other models that a plan trains as one device does: LayerNorm, RMSNorm or GroupNorm in its place, or the "
+    "module in eval mode, with its running statistics.",
 )
 _BATCH_NORM = Refusal(
     _STATISTICS.reason,

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from piper_ops.batch_norm import BATCH_NORMS, BatchNorm, described, rewrite_batch_norm, uses_batch
 from piper_ops.examples import Examples
 from piper_ops.refusals import REFUSALS
-from piper_ops.rewrites import REWRITES, Builder, unsupported
+from piper_ops.rewrites import REWRITES, Bound, Builder, Rewrite, unsupported
 
 
-def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lambda _: False) -> None:
+def replace_portable(
+    gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lambda _: False, *, statistics: bool = False
+) -> tuple[BatchNorm, ...]:
     """Rewrite a forward graph that Dynamo captured, in place, with the graphs nested in it, and recompile it.
 
     Every new node carries the `meta` of the call that it stands for, so that coordinates and the user's line stay.
     Autocast regions that are disabled are dropped. Calls that are `opaque` stay as they are; only those that would
-    train another model are refused there. Raises UnsupportedVariant for a call on the list whose variant has no
-    portable form; the graph is then not usable.
+    train another model are refused there. With `statistics` batch norms take those of the microbatch; those that do are
+    returned. Raises UnsupportedVariant for a call on the list whose variant has no portable form; the graph is then not
+    usable.
     """
-    examples = Examples()
+    examples, found = Examples(), list[BatchNorm]()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
+            if statistics:
+                found += _batch_norms(module, opaque, examples)
             _replace(module, opaque, examples)
+    return tuple(found)
+
+
+def _batch_norms(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples) -> Iterator[BatchNorm]:
+    """Rewrite batch norms with statistics of the batch; raise UnsupportedVariant for those that are opaque."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in BATCH_NORMS:
+            bound = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
+            if uses_batch(bound):
+                if opaque(node):
+                    reason = "batch statistics inside an opaque region, where its kernel keeps other bytes on every device"
+                    raise unsupported(node, reason, "Leave it outside of the region.")
+                yield described(node, bound)
+                _put(gm.graph, node, rewrite_batch_norm, bound, examples)
 
 
 def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples) -> None:
@@ -55,6 +75,11 @@ def _rewrite(graph: fx.Graph, node: fx.Node, examples: Examples) -> None:
     unknown = sorted(bound.keys() - set(names)) or node.args[len(names) :]
     if unknown:
         raise unsupported(node, f"unknown arguments {unknown}", f"Known are {', '.join(names)}.")
+    _put(graph, node, rewrite, bound, examples)
+
+
+def _put(graph: fx.Graph, node: fx.Node, rewrite: Rewrite, bound: Bound, examples: Examples) -> None:
+    """Put what a rewrite makes in the place of a node."""
     with graph.inserting_before(node):
         result = rewrite(Builder(graph, node, examples), bound)
     node.replace_all_uses_with(result)

@@ -104,7 +104,8 @@ def _is_swap(node: fx.Node) -> bool:
     return sorted(map(str, dims)) == ["1", "2"] and isinstance(example, torch.Tensor) and example.dim() == 4
 
 
-def _constant(build: Builder, bound: Bound, name: str, default: Any) -> Any:
+def constant(build: Builder, bound: Bound, name: str, default: Any) -> Any:
+    """Return an argument that must not be computed in the model."""
     value = bound.get(name, default)
     if isinstance(value, fx.Node):
         raise build.refuse(f"{name} is computed in the model", f"Make {name} a Python constant.")
@@ -112,7 +113,7 @@ def _constant(build: Builder, bound: Bound, name: str, default: Any) -> Any:
 
 
 def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
-    dropout = _constant(build, bound, "dropout_p", 0.0)
+    dropout = constant(build, bound, "dropout_p", 0.0)
     if dropout:
         raise build.refuse(
             f"dropout_p={dropout} inside attention draws other random numbers in every kernel",
@@ -130,9 +131,9 @@ def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
             "Write this attention out: torch.softmax(q @ k.mT * scale + mask, -1) @ v, or run it by autograd as it is, inside "
             "`with piper.region(opaque=True):`.",
         )
-    causal = _constant(build, bound, "is_causal", False)
-    scale = _constant(build, bound, "scale", None)
-    gqa = _constant(build, bound, "enable_gqa", False)
+    causal = constant(build, bound, "is_causal", False)
+    scale = constant(build, bound, "scale", None)
+    gqa = constant(build, bound, "enable_gqa", False)
     swapped = [build.swap(t) for t in (q, k, v)]
     out = build.first(build.call(attention, *swapped, mask, causal, scale, gqa))
     _undo_swaps(build.graph, build.old, out)
@@ -148,14 +149,14 @@ def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
 
 
 def _rewrite_layer_norm(build: Builder, bound: Bound) -> fx.Node:
-    shape = tuple(_constant(build, bound, "normalized_shape", ()))
-    eps = _constant(build, bound, "eps", 1e-5)
+    shape = tuple(constant(build, bound, "normalized_shape", ()))
+    eps = constant(build, bound, "eps", 1e-5)
     return build.first(build.call(layer_norm, bound["input"], shape, bound.get("weight"), bound.get("bias"), eps))
 
 
 def _rewrite_rms_norm(build: Builder, bound: Bound) -> fx.Node:
-    shape = tuple(_constant(build, bound, "normalized_shape", ()))
-    eps = _constant(build, bound, "eps", None)
+    shape = tuple(constant(build, bound, "normalized_shape", ()))
+    eps = constant(build, bound, "eps", None)
     return build.first(build.call(rms_norm, bound["input"], shape, bound.get("weight"), eps))
 
 
@@ -168,7 +169,7 @@ def _check_cross_entropy(build: Builder, bound: Bound) -> None:
         )
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
-    smoothing = _constant(build, bound, "label_smoothing", 0.0)
+    smoothing = constant(build, bound, "label_smoothing", 0.0)
     if smoothing:
         raise build.refuse(
             f"label_smoothing={smoothing}", "Write it out: (1 - s) * F.cross_entropy(x, t) - s * F.log_softmax(x, 1).mean()."
@@ -181,8 +182,8 @@ def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
     """Move classes last and everything else into rows; reduction "none" gets the target's shape back."""
     _check_cross_entropy(build, bound)
     logits, target = bound["input"], bound["target"]
-    reduction = _constant(build, bound, "reduction", "mean")
-    ignore = _constant(build, bound, "ignore_index", -100)
+    reduction = constant(build, bound, "reduction", "mean")
+    ignore = constant(build, bound, "ignore_index", -100)
     shape = build.example(logits).shape
     kept = tuple(build.example(target).shape[1:])
     if len(shape) != 2:

@@ -32,7 +32,7 @@ from piper_report.tables import (
     trial_text,
     tuning_sheets,
 )
-from piper_report.training_figures import loss_figure, step_time_figure
+from piper_report.training_figures import gradient_figure, loss_figure, step_time_figure
 from piper_report.tuning_figures import history_figure, pareto_figure
 
 DEFINITIONS = (
@@ -169,7 +169,7 @@ def _memory(results: Results) -> PageSection:
 
 
 def _training(results: Results) -> PageSection:
-    items = [x for x in (loss_figure(results), step_time_figure(results)) if x is not None]
+    items = [x for x in (loss_figure(results), gradient_figure(results), step_time_figure(results)) if x is not None]
     steps = step_sheet(results)
     return PageSection("training", "Training", (), items, [steps] if steps is not None else [])
 

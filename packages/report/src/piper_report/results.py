@@ -158,6 +158,9 @@ class Metric:
         time: seconds since 1970.
         batch_s: seconds of waiting for Job.batch, on the rank that waited most.
         experts: the load of experts by module: mean, max and overflow of the tokens that chose them.
+        gradient_norm: that of the gradient before it was clipped.
+        learning_rates: the learning rates of the optimizer's groups.
+        metrics: values of the job's own functions of the loss.
     """
 
     step: int
@@ -167,6 +170,9 @@ class Metric:
     time: float | None = None
     batch_s: float | None = None
     experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

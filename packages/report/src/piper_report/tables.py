@@ -209,11 +209,29 @@ def step_sheet(results: Results) -> Sheet | None:
     """Return the time of each step; None when no steps are known."""
     rate = {m.step: m.tokens_per_s for m in results.metrics}
     waited = {m.step: m.batch_s for m in results.metrics}
-    rows = [(step, loss, s, waited.get(step), rate.get(step)) for step, loss, s in steps_of(results)]
+    logged = _logged(results)
+    more = [[of.get(step) for of in logged.values()] for step, *_ in steps_of(results)]
+    rows = [
+        (step, loss, s, waited.get(step), rate.get(step), *own)
+        for (step, loss, s), own in zip(steps_of(results), more, strict=True)
+    ]
     columns = [Column("step", "step"), Column("loss", "loss", lambda v: f"{v:.5g}"), Column("step_s", "time", time_text),
                Column("batch_s", WAITING, time_text),
-               Column("tokens_per_s", "tokens per second", lambda v: f"{v:,.0f}")]  # fmt: skip
+               Column("tokens_per_s", "tokens per second", lambda v: f"{v:,.0f}"),
+               *(Column(name.replace(" ", "_"), name, lambda v: f"{v:.5g}") for name in logged)]  # fmt: skip
     return sheet("steps", "Steps", columns, rows) if rows else None
+
+
+def _logged(results: Results) -> dict[str, dict[int, float]]:
+    """Return by name what a run logs beside loss and times, by step; without what no step has."""
+    found: dict[str, dict[int, float]] = {}
+    for m in results.metrics:
+        several = len(set(m.learning_rates)) > 1
+        rates = {f"learning rate {k}" if several else "learning rate": rate for k, rate in enumerate(m.learning_rates)}
+        norm = {} if m.gradient_norm is None else {"gradient norm": m.gradient_norm}
+        for name, value in {**norm, **rates, **m.metrics}.items():
+            found.setdefault(name, {})[m.step] = value
+    return found
 
 
 def expert_sheet(results: Results) -> Sheet | None:

@@ -33,6 +33,18 @@ def loss_figure(results: Results) -> Picture | None:
     return picture(figure, "loss", "Loss", alt, "Over the global batch of each step.", marks=len(points))
 
 
+def gradient_figure(results: Results) -> Picture | None:
+    """Draw the norm of the gradient by step, before it was clipped; None where it was not logged."""
+    points = [(m.step, m.gradient_norm) for m in results.metrics if m.gradient_norm is not None and isfinite(m.gradient_norm)]
+    if not points:
+        return None
+    figure, ax = one_panel(3.0, "step", "norm of the gradient")
+    ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
+    first, last = points[0], points[-1]
+    alt = f"Norm of the gradient by step, from {first[1]:.4g} at step {first[0]} to {last[1]:.4g} at step {last[0]}."
+    return picture(figure, "gradient_norm", "Gradient norm", alt, "Before it was clipped.", marks=len(points))
+
+
 def step_time_figure(results: Results) -> Picture | None:
     """Draw the seconds of each step, with the median of steady state and the prediction as lines."""
     points = steps_of(results)

@@ -30,10 +30,12 @@ class Advancing:
 
     Attributes:
         line: the line where forward changes it last.
+        read: whether the loss depends on its content from before.
     """
 
     name: str
     line: str
+    read: bool = True
 
 
 def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
@@ -62,7 +64,9 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
         lines[name] = node
     found = _advancing(sources)
     changed = [b.name for b in forward.buffers if b.name in found and not counts_tokens(b.name)]
-    return tuple(Advancing(name, line_of(lines[name])) for name in changed)
+    results = [node for node in (forward.loss, forward.weight) if node is not None]
+    read = set().union(*(content[s] for node in results for s in facts.storages[node]))
+    return tuple(Advancing(name, line_of(lines[name]), name in read) for name in changed)
 
 
 def _read(node: fx.Node, storages: Mapping[fx.Node, frozenset[int]]) -> Iterable[int]:

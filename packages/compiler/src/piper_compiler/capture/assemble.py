@@ -45,6 +45,7 @@ def capture(
     keep: Mapping[str, torch.dtype] | None = None,
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
+    statistics: bool = False,
 ) -> Captured:
     """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
@@ -64,6 +65,7 @@ def capture(
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
         most: rows that `batch` has; it is asked for two of them at most.
         shared: patterns of the names of batch tensors without rows, beside those that are marked (`piper.shared`).
+        statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -71,7 +73,7 @@ def capture(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:
-        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most, shared)
+        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most, shared, statistics=statistics)
         check_steady(forward)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)

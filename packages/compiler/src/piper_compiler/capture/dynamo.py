@@ -30,10 +30,11 @@ from piper_compiler.capture.model import (
     fake_model,
     named_tensors,
 )
+from piper_compiler.capture.statistics import check_batch_norms
 from piper_compiler.capture.tags import is_opaque
 from piper_compiler.capture.tracing import EXAMPLE_ROWS, Recorder, followed, step
 from piper_ir.errors import CaptureError
-from piper_ops import UnsupportedVariant, replace_portable
+from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Forward:
         fixed: names of those without rows.
         joined: names of those whose first two dimensions are one in the user's batch.
         constants: what else the batch holds, by name, as texts.
+        norms: batch norms that take the statistics of the microbatch.
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
         guards: facts about sizes that the path depends on.
@@ -99,6 +101,7 @@ class Forward:
     joined: frozenset[str] = frozenset()
     constants: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    norms: tuple[BatchNorm, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,15 +124,21 @@ def capture_forward(
     casts: Casts | None = None,
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
+    *,
+    statistics: bool = False,
 ) -> Forward:
-    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
+    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
+
+    With `statistics` batch norms take those of each microbatch.
+    """
     casts = casts or Casts()
     with _torch.CAPTURING:
         module = fake_model(model, _torch.fake_cpu(), casts)
+        check_batch_norms(module, statistics=statistics)
         example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
         state = KeptState({"model": module, "loss": loss}, step.__globals__)
         regions = AutomaticRegions(module)
-        calls = _Calls(module, loss, example, state, regions)
+        calls = _Calls(module, loss, example, state, regions, statistics=statistics)
         first = calls.trace()
         regions.said()
         return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
@@ -145,6 +154,7 @@ class _Calls:
     state: KeptState
     regions: AutomaticRegions
     statements: Statements = field(default_factory=Statements)
+    statistics: bool = False
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
@@ -162,7 +172,7 @@ class _Calls:
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
-            replace_portable(gm, lambda node: is_opaque(node, modules))
+            norms = replace_portable(gm, lambda node: is_opaque(node, modules), statistics=self.statistics)
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
         nodes = [recorder.node_of(value) for value in result]
@@ -187,6 +197,7 @@ class _Calls:
             joined=self.example.joined,
             constants=self.example.constants,
             notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
+            norms=norms,
         )
 
     def trace_again(self) -> Forward:

@@ -36,7 +36,8 @@ Legality
  7. `attention` is "heads", "ring" or "gather", `order` is "", "zigzag" or "blocks"; both are said with index="tokens".
  8. Each name in `index` is that of an index, no op wants it whole, and the devices divide it.
  9. Where tokens are shared, the devices divide them, and no region is opaque.
-10. The optimizer is one that works element by element where parameters are in parts: SGD, Adam or AdamW.
+10. The optimizer is one that works element by element where parameters are in parts: SGD, Adam, AdamW,
+    or one that piper.elementwise declares.
 11. `channel` and `sms` stand with stream="rows" or cut=True alone: the name of a stream other than compute's, and a
     number from 0 or None. With stream="rows" `index` names one index, and `keep` is False.
 12. With stream="rows" what passes between the selected chunks and others has a dimension of experts and one of rows.

@@ -93,13 +93,15 @@ def _check_whole(edit: Editor, optimizer: str) -> None:
     if parted := next((p.name for p in edit.graph.program.params if p.layout), None):
         raise CompileError(
             f"each device would have a part of parameter {parted!r} (by shard), and {optimizer} works on whole parameters here; "
-            "use SGD, Adam or AdamW, or leave shard out"
+            f"use SGD, Adam or AdamW, declare it with piper.elementwise({optimizer}) if it updates each element by itself, or "
+            "leave shard out"
         )
     sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
     if sharing is not None:
         raise CompileError(
             f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part of every "
-            f"parameter, and {optimizer} works on whole parameters here; use SGD, Adam or AdamW, or zero=0"
+            f"parameter, and {optimizer} works on whole parameters here; use SGD, Adam or AdamW, declare it with "
+            f"piper.elementwise({optimizer}) if it updates each element by itself, or use zero=0"
         )
 
 

@@ -6,6 +6,7 @@ It adds gradient buckets and their reductions, the loss weight, the gradient nor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from piper_compiler.directives.split import split_all
@@ -32,7 +33,7 @@ def complete(graph: Graph, training: Training) -> Graph:
     graph = _place_rest(graph)
     check_exchanges(graph)
     _check_axes(graph)
-    _check_buffers(graph)
+    _check_buffers(graph, training.averages)
     _check_orders(graph)
     edit = exchange(graph).edit()
     make_buckets(edit, training)
@@ -64,12 +65,13 @@ def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> in
     """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
     buckets = [edit.buckets[id] for id in held]
     cast = sum(_updated(edit, b, training) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
-    return cast + (training.update_bytes if held else 0)
+    own = [replace(b, numel=b.numel // edit.graph.mesh.degree(b.shard.optim)) for b in buckets]
+    return cast + training.update_bytes(own)
 
 
 def _updated(edit: Editor, bucket: Bucket, training: Training) -> int:
     """Return the elements that a rank updates: of a bucket, or of its parameters where these go one by one."""
-    if training.whole:
+    if bucket.group in training.whole_groups:
         sizes = {p.name: bind(p.spec.numel, 0) for p in edit.graph.program.params}
         return sum(sizes[name] for name in bucket.params)
     return bucket.numel // edit.graph.mesh.degree(bucket.shard.optim)
@@ -120,17 +122,25 @@ def _check_axes(graph: Graph) -> None:
         )
 
 
-def _check_buffers(graph: Graph) -> None:
-    """Check that a buffer that the model updates gets the same values as on one device."""
+def _check_buffers(graph: Graph, averages: frozenset[str] | None) -> None:
+    """Check that a buffer that the model updates gets the same values as on one device.
+
+    `averages` are those that nothing else reads and of which replica 0's count.
+    """
     wide = any(r.over for r in graph.replication.values())
     for chunk in graph.program.chunks:
         for output in chunk.outputs:
             if output.kind != "buffer" or counts_tokens(output.ref):  # ranks count their own
                 continue
-            if wide and output.varies:
+            if wide and output.varies and output.ref not in (averages or ()):
+                chosen = (
+                    'Job(batch_norm="microbatch") lets them, where forward only updates it, and has that of replica 0'
+                    if averages is None
+                    else 'forward reads it beside that, so that Job(batch_norm="microbatch") does not help'
+                )
                 raise CompileError(
                     f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its replicas would differ; "
-                    "do not replicate this model, or make the update independent of the batch"
+                    f"do not replicate this model, or make the update independent of the batch. {chosen}"
                 )
             users = _buffer_users(graph.program, output.ref)
             roles = {node.role for id in users for node in graph.compute(id, "F")}

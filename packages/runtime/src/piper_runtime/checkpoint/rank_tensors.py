@@ -17,6 +17,7 @@ import torch
 from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
 from piper_runtime.rank.layouts import runs
+from piper_runtime.rank.optimizer import OptimizerState
 from piper_runtime.rank.rank_state import RankState
 
 MODEL, OPTIMIZER = "model", "optim.state"
@@ -172,7 +173,7 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
     for bucket in store.buckets:
         if portion is None or bucket.id in portion.buckets:
             yield FlatState(store.own_masters[bucket.id], _ranges(rank, bucket, model_key))
-            yield from _optimizer_tensors(rank, bucket, counters=portion is None or _first_part(rank, bucket))
+            yield from _optimizer_tensors(rank, bucket, again=portion is None)
     bucketed = {name for bucket in store.buckets for name in bucket.params}
     for name, tensor in store.params.items():
         if name not in bucketed and (portion is None or name in portion.params):
@@ -188,11 +189,15 @@ def _first_part(rank: RankState, bucket: Bucket) -> bool:
     return not rank.plan.mesh.index_along((*bucket.shard.optim, *bucket.parts), rank.rank)
 
 
-def _ranges(rank: RankState, bucket: Bucket, key: Callable[[str], str]) -> tuple[NamedRange, ...]:
-    """Return where the elements of a bucket's parameters lie in the part of it that a rank has."""
+def _ranges(
+    rank: RankState, bucket: Bucket, key: Callable[[str], str], piece: OptimizerState | None = None
+) -> tuple[NamedRange, ...]:
+    """Return where the elements of a bucket's parameters lie in a rank's part of it, or in a piece of that."""
     mesh, axes = rank.plan.mesh, bucket.shard.optim
     size = bucket.numel // mesh.degree(axes)
     first = size * mesh.index_along(axes, rank.rank)
+    if piece is not None:
+        first, size = first + piece.first, piece.tensor.numel()
     out: list[NamedRange] = []
     for name, offset in zip(bucket.params, bucket.offsets, strict=True):
         shape = rank.place_of[name].size
@@ -219,17 +224,21 @@ def _alone(key: str, tensor: torch.Tensor, *, early: bool = False) -> FlatState:
     return FlatState(tensor.detach().reshape(-1), (NamedRange(key, tuple(tensor.shape), 0, 0, tensor.numel()),), early)
 
 
-def _optimizer_tensors(rank: RankState, bucket: Bucket, *, counters: bool) -> Iterator[FlatState]:
-    for names, _, state in rank.optimizer.states(bucket):
-        for key, value in state.items():
+def _optimizer_tensors(rank: RankState, bucket: Bucket, *, again: bool) -> Iterator[FlatState]:
+    """Yield what the optimizer keeps of a bucket. What all parts and pieces have alike is read by each (`again`).
+
+    The first one saves it.
+    """
+    for of in rank.optimizer.states(bucket):
+        for key, value in of.state.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if not rank.optimizer.flat:
-                yield _alone(optimizer_key(names[0], key), value)
+            if not of.flat:
+                yield _alone(optimizer_key(of.names[0], key), value)
             elif value.ndim:
-                yield FlatState(value, _ranges(rank, bucket, partial(_under, key)))
-            elif counters:
-                yield FlatState(value.view(1), tuple(NamedRange(optimizer_key(n, key), (), 0, 0, 1) for n in names))
+                yield FlatState(value, _ranges(rank, bucket, partial(_under, key), of))
+            elif again or (_first_part(rank, bucket) and not of.first):
+                yield FlatState(value.view(1), tuple(NamedRange(optimizer_key(n, key), (), 0, 0, 1) for n in of.names))
 
 
 def _under(key: str, name: str) -> str:
@@ -242,10 +251,11 @@ def optimizer_numbers(rank: RankState, portion: Portion) -> dict[str, Number]:
     for bucket in rank.store.buckets:
         if bucket.id not in portion.buckets:
             continue
-        for names, _, state in rank.optimizer.states(bucket):
-            for key, value in state.items():
+        for of in rank.optimizer.states(bucket):
+            for key, value in of.state.items():
                 if not isinstance(value, torch.Tensor):
-                    out[optimizer_key(names[0], key)] = _number(value, f"{key!r} of parameter {names[0]}")
+                    number = _number(value, f"{key!r} of parameter {of.names[0]}")
+                    out |= {optimizer_key(name, key): number for name in of.names}
     return out
 
 
@@ -263,9 +273,9 @@ def step_counters(rank: RankState, portion: Portion) -> dict[str, float]:
     out: dict[str, float] = {}
     for bucket in rank.store.buckets:
         if bucket.id in portion.buckets:
-            for names, _, state in rank.optimizer.states(bucket):
-                if "step" in state:
-                    out |= dict.fromkeys(names, float(state["step"]))
+            for of in rank.optimizer.states(bucket):
+                if "step" in of.state:
+                    out |= dict.fromkeys(of.names, float(of.state["step"]))
     return out
 
 

@@ -27,7 +27,7 @@ from piper_runtime.checkpoint.rank_tensors import (
 )
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.checkpoint.snapshot_files import CopiedTensor, HostSnapshot
-from piper_runtime.rank.optimizer import SEPARABLE
+from piper_runtime.rank.optimizer import OptimizerState
 from piper_runtime.rank.rank_state import RankState
 from piper_runtime.weights.dcp_tensors import DcpTensor, read_range
 
@@ -133,33 +133,32 @@ def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:
 
 def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[str, set[str]]) -> None:
     """Make the state that the optimizer makes in its first step, where it does not exist yet, for `_fill` to fill."""
-    for names, tensor, state in rank.optimizer.states(bucket):
+    for of in rank.optimizer.states(bucket):
         group = rank.optimizer.groups[bucket.group]
-        for name in names:
+        for name in of.names:
             found = kept.get(name, set())
-            for key in found - state.keys():
+            for key in found - of.state.keys():
                 whole = optimizer_key(name, key)
                 if whole in saved.numbers:
-                    state[key] = saved.numbers[whole]
-                elif rank.optimizer.flat:
-                    state[key] = torch.zeros_like(tensor)
+                    of.state[key] = saved.numbers[whole]
+                elif of.flat and key not in rank.optimizer.scalars(bucket):
+                    of.state[key] = torch.zeros_like(of.tensor, dtype=saved.tensors[whole].dtype)
                 else:
-                    state[key] = _zeros(saved.tensors[whole], tensor, key, group)
+                    of.state[key] = _zeros(saved.tensors[whole], of, key, group)
 
 
-def _zeros(saved: DcpTensor | CopiedTensor, parameter: torch.Tensor, key: str, group: Mapping[str, Any]) -> torch.Tensor:
+def _zeros(saved: DcpTensor | CopiedTensor, of: OptimizerState, key: str, group: Mapping[str, Any]) -> torch.Tensor:
     """Return memory for a saved tensor where torch's optimizers keep it: beside the parameter, but step counters."""
     counter = key == "step" and not (group.get("capturable") or group.get("fused"))
-    device = torch.device("cpu") if counter else parameter.device
+    device = torch.device("cpu") if counter else of.tensor.device
     return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
 
 
 def _restore_groups(rank: RankState, saved: Restore) -> None:
     """Take over the settings of groups that an optimizer may change itself; torch's own leave them to the schedule."""
-    if rank.optimizer.kinds[0] in {kind.__name__ for kind in SEPARABLE}:
-        return
-    for group, found in zip(rank.optimizer.groups, saved.groups, strict=False):
-        group.update({key: _as_before(group.get(key), value) for key, value in found.items()})
+    for own, group, found in zip(rank.optimizer.own_groups, rank.optimizer.groups, saved.groups, strict=False):
+        if own:
+            group.update({key: _as_before(group.get(key), value) for key, value in found.items()})
 
 
 def _as_before(now: Any, value: Any) -> Any:

@@ -25,14 +25,14 @@ from piper_runtime.checkpoint.rank_tensors import (
 )
 from piper_runtime.checkpoint.settings import MARKER, META
 from piper_runtime.rank.job import Job
-from piper_runtime.rank.optimizer import (
+from piper_runtime.rank.optimizer_calls import (
     advance,
-    call_optimizer,
-    call_scheduler,
+    call_optimizers,
+    call_schedulers,
     meta_parameters,
-    optimizer_spec,
-    state_keys,
+    schedule_state,
 )
+from piper_runtime.rank.optimizer_groups import groups_of, optimizer_spec, state_keys
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, MOST_BYTES, SavedTensor, read_metadata, unreadable
 
 MARKER_FORMAT, MARKER_VERSION = "piper-checkpoint-files", 1
@@ -197,14 +197,13 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
     The same is said of the state of a schedule, which was made anew and has counted the steps again.
     """
     dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
-    optimizer = call_optimizer(job.optimizer, meta_parameters(plan.whole_params, dtype))
-    schedule: dict[str, Any] = {}
-    if job.scheduler is not None:
-        made = call_scheduler(job.scheduler, optimizer)
+    optimizers = call_optimizers(job.make_optimizers, meta_parameters(plan.whole_params, dtype))
+    schedules = call_schedulers(job.scheduler, optimizers)
+    for made in schedules:
         advance(made, saved.meta.step)
-        schedule = plain_settings(made.state_dict())
+    schedule = plain_settings(schedule_state(schedules))
     _compare("schedule", schedule, saved.meta.schedule_state, saved)
-    settings, then = group_settings(optimizer.param_groups), saved.meta.groups
+    settings, then = group_settings(list(groups_of(optimizers))), saved.meta.groups
     for name, index, before in _groups(saved, plan):
         what = f"group {index}" + (f", with parameter {name!r} of group {before} then," if index != before else "")
         if index < len(settings) and 0 <= before < len(then):

@@ -66,7 +66,9 @@ class Progress:
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
         self._ended = {rank: done.finished for rank, done in found.items()}
         experts = experts_of([found[rank].expert_tokens for rank in sorted(found)])
-        return StepRecord(self._next, loss, step_s, max(done.batch_s for done in found.values()), experts)
+        first = found[min(found)]  # all ranks have the same norm and the same rates
+        waited = max(done.batch_s for done in found.values())
+        return StepRecord(self._next, loss, step_s, waited, experts, first.gradient_norm, first.learning_rates)
 
     def _hand_on(self, record: StepRecord) -> None:
         self.latest = record

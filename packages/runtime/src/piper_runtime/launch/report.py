@@ -32,6 +32,8 @@ class StepRecord:
         batch_s: seconds of waiting for Job.batch, of the rank that waited most.
         experts: by module of experts the tokens that chose each, with `mean`, `max` and `overflow`; empty where a model
             counts none (`piper_ir.expert_tokens`).
+        gradient_norm: the norm of the gradient before it was clipped; None where Job.clip_norm is None.
+        learning_rates: the learning rates of the optimizer's groups.
     """
 
     step: int
@@ -39,6 +41,8 @@ class StepRecord:
     step_s: float
     batch_s: float = 0.0
     experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class StepDone:
     scalars: dict[str, dict[int, float]]
     batch_s: float = 0.0
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
 
 
 @dataclass
@@ -72,6 +78,7 @@ class RankReport:
         waits: of the last step, see `piper_runtime.rank.feed.Feed`.
         first_step: the number of the step that was done first.
         expert_tokens: per step the buffers that count tokens of experts.
+        updates: per step the norm of the gradient and the learning rates.
     """
 
     started: float = 0.0
@@ -88,6 +95,7 @@ class RankReport:
     waits: list[tuple[int, float, float]] = field(default_factory=list)
     first_step: int = 0
     expert_tokens: list[dict[str, list[int]]] = field(default_factory=list)
+    updates: list[tuple[float | None, tuple[float, ...]]] = field(default_factory=list)
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Move the times to another clock, which is known to `error_s`."""
@@ -103,12 +111,14 @@ class RankReport:
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
         self.expert_tokens.append(rank.expert_tokens)
+        self.updates.append((rank.gradient_norm, rank.optimizer.rates))
         return self.steps()[-1]
 
     def steps(self) -> list[StepDone]:
         """Return a report for every step that is done."""
-        found = enumerate(zip(self.finished, self.scalars, self.batch_s, self.expert_tokens, strict=True), self.first_step)
-        return [StepDone(step, self.started, *of) for step, of in found]
+        times = zip(self.finished, self.scalars, self.batch_s, self.expert_tokens, strict=True)
+        found = enumerate(zip(times, self.updates, strict=True), self.first_step)
+        return [StepDone(step, self.started, *of, *update) for step, (of, update) in found]
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """Keep the gradients that an Update is about to apply; this is a Probe."""

@@ -12,6 +12,7 @@ from piper_runtime.launch.protocol import Request
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
 from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.rank.optimizer_kinds import with_declarations
 from piper_runtime.rank.shipping import pack
 from piper_runtime.rank.store import held_params, lone_tensors
 from piper_runtime.weights import part_of
@@ -27,7 +28,7 @@ def make_requests(
     the state of `saved`, if it is given.
     """
     plan_blob = pickle.dumps(plan)
-    callables = pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss)))
+    callables = pickle.dumps(pack((job.batch, with_declarations(job.make_optimizers), job.scheduler), (job.model, job.loss)))
     out: dict[int, Request] = {}
     for role in plan.roles:
         found: dict[str, dict[str, ShippedCode]] = {}

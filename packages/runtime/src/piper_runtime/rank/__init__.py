@@ -7,7 +7,8 @@ from piper_runtime.rank.code import ExportedCode, ShippedCode
 from piper_runtime.rank.device import choose_device, default_kind, using
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import InitialState, Job, call_batch, materialize
-from piper_runtime.rank.optimizer import OptimizerSpec, optimizer_spec
+from piper_runtime.rank.optimizer_groups import OptimizerSpec, optimizer_spec
+from piper_runtime.rank.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations
 from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.precision import Precision
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
@@ -22,6 +23,7 @@ __all__ = [
     "ExportedCode",
     "InitialState",
     "Job",
+    "KEEPS_TO",
     "OptimizerSpec",
     "Precision",
     "RECIPE_MARK",
@@ -33,11 +35,14 @@ __all__ = [
     "check_same_model",
     "choose_device",
     "default_kind",
+    "elementwise",
     "materialize",
     "optimizer_spec",
     "pack",
+    "per_parameter",
     "rng_places",
     "rng_seed",
     "upload",
     "using",
+    "with_declarations",
 ]

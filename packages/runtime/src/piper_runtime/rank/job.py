@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from piper_ir.plan import Plan
 from piper_ir.tools import user_code
 from piper_ops import Constant, batch_leaves, batch_pair
 from piper_runtime.data import bind_batch
-from piper_runtime.rank.job_advice import callable_problem, precision_problem
+from piper_runtime.rank.by_name import bound_by_name
+from piper_runtime.rank.job_advice import callable_problem, metrics_problem, precision_problem
 from piper_runtime.rank.precision import DTYPES, Precision
 from piper_runtime.weights import (
     HeldTensor,
@@ -37,6 +38,7 @@ from piper_runtime.weights import (
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
+MakesOptimizer = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 _MISSING: Any = object()
 """The value of a field that must be given, behind one that need not."""
 
@@ -54,8 +56,9 @@ class Job:
             is bound to `global_batch` here.
         loss: (output, targets) -> a mean over rows, or a pair (sum, weight). None for the model's own loss: its output,
             the first of several, or `output.loss`.
-        optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
-        scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
+        optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
+            full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
+        scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
         global_batch: rows per step over all replicas.
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
@@ -64,13 +67,17 @@ class Job:
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
             of file names, of the path ("inputs.positions") or its end ("positions").
+        batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
+            plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
+            None refuses them.
+        metrics: functions of the loss of a step by name, such as {"perplexity": math.exp}; their values are logged.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
     model: Callable[[], nn.Module]
     batch: Batch
     loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer] = _MISSING
+    optimizer: MakesOptimizer | Mapping[str, MakesOptimizer] = _MISSING
     global_batch: int = _MISSING
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -80,6 +87,8 @@ class Job:
     init: str | Path = "model"
     rename: Renames = field(default_factory=dict, hash=False)
     shared: str | tuple[str, ...] = ()
+    batch_norm: str | None = None
+    metrics: Mapping[str, Callable[[float], float]] = field(default_factory=dict, hash=False)
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -103,6 +112,10 @@ class Job:
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
         if not isinstance(self.shared_names, tuple) or not all(isinstance(n, str) and n for n in self.shared_names):
             raise JobError(f"Job(shared={self.shared!r}): the name of a tensor of the batch is needed, or a tuple of names")
+        if self.batch_norm not in (None, "microbatch"):
+            raise JobError(f'Job(batch_norm={self.batch_norm!r}): "microbatch" is needed, or None to refuse batch statistics')
+        if (problem := metrics_problem(self.metrics)) is not None:
+            raise JobError(problem)
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
         if not isinstance(self.init, str | Path):
@@ -114,6 +127,12 @@ class Job:
                 f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init the path of weights"
             )
         object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
+        object.__setattr__(self, "optimizer", bound_by_name(self.optimizer))
+
+    @property
+    def make_optimizers(self) -> Callable[[NamedParameters], Any]:
+        """Return the function of named parameters that makes the optimizers; a mapping has become one."""
+        return cast("Callable[[NamedParameters], Any]", self.optimizer)
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -9,6 +9,8 @@ from difflib import get_close_matches
 import torch
 from torch import nn
 
+from piper_runtime.rank.by_name import by_name_problem
+
 BATCH = (
     "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch. "
     "piper.from_dataset(dataset) makes one of a dataset of torch.utils.data; by hand, every rank asks for its own:\n"
@@ -25,7 +27,7 @@ NEEDED = {
     ),
     "optimizer": (
         "a function of the named parameters is needed, which every rank calls with its own: "
-        "`lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)`"
+        "`lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)`; or a mapping from patterns of names to such functions"
     ),
     "scheduler": "a function of the optimizer is needed, such as `lambda o: torch.optim.lr_scheduler.StepLR(o, 10)`",
 }
@@ -41,6 +43,8 @@ HALF = ("float16", "fp16", "half")
 
 def callable_problem(name: str, value: object) -> str | None:
     """Return what is wrong with a function of a Job, or None."""
+    if isinstance(value, Mapping) and name == "optimizer":
+        return by_name_problem(value)
     if isinstance(value, nn.Module) and name == "model":
         return "Job(model=...) got a module: give a function that makes it, such as `lambda: Model(config)`"
     if isinstance(value, type) and issubclass(value, nn.Module) and name == "loss":
@@ -56,6 +60,26 @@ def callable_problem(name: str, value: object) -> str | None:
     except TypeError:
         call = f"{name}({', '.join(ARGUMENTS[name])})"
         return f"Job({name}=...) is called as {call}, which {_name(value)}{signature} does not accept: {NEEDED[name]}"
+    return None
+
+
+def metrics_problem(metrics: object) -> str | None:
+    """Return what is wrong with Job.metrics, or None."""
+    advice = 'a mapping from names to functions of the loss is needed, such as {"perplexity": math.exp}'
+    if not isinstance(metrics, Mapping):
+        return f"Job(metrics=...) got {_article(metrics)}: {advice}"
+    for name, function in metrics.items():
+        if not isinstance(name, str) or not name or not callable(function):
+            return f"Job(metrics=...) has {name!r} with {_article(function)}: {advice}"
+        try:
+            inspect.signature(function).bind(0.0)
+        except ValueError:  # a function in C: it will say so itself
+            continue
+        except TypeError:
+            return (
+                f"Job(metrics=...) calls {name!r} as {name}(loss), which {_name(function)}{inspect.signature(function)} does not "
+                f"accept: {advice}. Functions of the model's outputs are not supported"
+            )
     return None
 
 

@@ -1,288 +1,130 @@
-"""Run the user's optimizer on flat buckets: its groups, the size of its state, and the real one of a rank.
+"""Run the user's optimizers on flat buckets.
 
-The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim <
-2" see true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a
-bucket, one by one.
+Element-wise optimizers run on flat tensors: torch's own by a fused kernel on one for each bucket, declared ones on
+pieces of it. All others run on the parameters of a bucket, one by one.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import SGD, Optimizer
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
-from piper_ir.program import Param
-from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.tools import user_code
-from piper_runtime.rank import device as devices
-from piper_runtime.rank.device import CPU, choose_device
-from piper_runtime.rank.fused import fused_problem, warn_unfused
-from piper_runtime.rank.job import Job, NamedParameters
-from piper_runtime.rank.optimizer_sizes import state_bytes, step_bytes
+from piper_runtime.rank.device import CPU
+from piper_runtime.rank.fused import warn_unfused
+from piper_runtime.rank.job import NamedParameters
+from piper_runtime.rank.optimizer_calls import (
+    advance,
+    call_optimizers,
+    call_schedulers,
+    meta_parameters,
+    names_of,
+    one_by_one,
+    schedule_state,
+)
+from piper_runtime.rank.optimizer_groups import PIECE, groups_of, why_unfused
+from piper_runtime.rank.optimizer_kinds import ELEMENTWISE, SEPARABLE, declared_elementwise
+from piper_runtime.rank.optimizer_trials import piece_sizes
 
 if TYPE_CHECKING:
     from piper_runtime.rank.store import Store
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
-"""The optimizers whose update of an element depends on it only, by exact class: a subclass may do anything."""
-
-SEPARABLE: tuple[type[Optimizer], ...] = (
-    *ELEMENTWISE,
-    *(
-        getattr(torch.optim, name)
-        for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop")
-        if hasattr(torch.optim, name)
-    ),
-)
-"""The optimizers whose update of a parameter depends on that parameter only, by exact class.
-
-Any other may couple parameters (a norm over all of them), and a rank of a pipeline sees only its own.
-"""
-
-REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
-STEP_COUNTER_BYTES = 4
-"""The bytes of the float32 in which Adam and AdamW count their steps, one per tensor."""
+Way = Literal["fused", "pieces", "parameters"]
+"""The tensors on which an optimizer runs: buckets in a fused kernel, pieces of buckets, or parameters one by one."""
 
 
 @dataclass(frozen=True)
-class OptimizerSpec:
-    """Describe an optimizer before it runs.
+class OptimizerState:
+    """Hold what an optimizer keeps of a tensor that it updates.
 
     Attributes:
-        kind: the optimizer's class name.
-        group_of: index of the group of each trained parameter.
-        flat: whether it runs on whole buckets. An element-wise optimizer whose fused kernel is wrong here is not flat.
-        state_copies: per group, how many values it keeps per element of a bucket (flat only).
-        param_bytes: bytes of state per parameter, of optimizers that are not flat.
-        separable: whether it is known to update each parameter by itself.
-        update_bytes: most bytes of temporaries in a step over all parameters, which a rank that holds a part of them
-            may not reach; 0 where it is flat, since the fused kernels hold none.
+        names: the parameters of which the tensor has elements; of pieces, those of the whole bucket.
+        tensor: what stands for them.
+        state: what is kept.
+        flat: whether the tensor is a part of a bucket, and no parameter.
+        first: where it begins in this rank's part of the bucket.
     """
 
-    kind: str
-    group_of: Mapping[str, int]
-    flat: bool
-    state_copies: tuple[int, ...] = ()
-    param_bytes: Mapping[str, int] = field(default_factory=dict)
-    counters: int = 0
-    separable: bool = True
-    update_bytes: int = 0
-
-    def state_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of optimizer state that a holder of the bucket keeps."""
-        if self.flat:
-            return self.state_copies[bucket.group] * bucket.numel * ITEM_BYTES[bucket.dtype] + self.counters
-        return sum(self.param_bytes[p] for p in bucket.params)
-
-
-def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
-    """Return the groups of the user's optimizer, from a call of its function on meta parameters.
-
-    Raises JobError when a trained parameter is in no group, or the optimizer cannot run on a plan.
-    """
-    trained = {p.name for p in params if p.trained}
-    named = meta_parameters(params, job.precision.dtype)
-    optimizer = call_optimizer(job.optimizer, named)
-    name_of = {id(p): name for name, p in named}
-    group_of = {
-        name_of[id(p)]: index
-        for index, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
-        if name_of.get(id(p)) in trained
-    }
-    if missing := sorted(trained - group_of.keys()):
-        raise JobError(
-            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} in no parameter group; "
-            f"give every parameter to the optimizer, or set requires_grad=False in the model for those that stay as they are"
-        )
-    kind = type(optimizer).__name__
-    problem = _fused_problem(optimizer, job.precision.dtype, _planned_device())
-    if problem:
-        warn_unfused(optimizer, job.precision.dtype, problem)
-    if type(optimizer) in ELEMENTWISE and not problem:
-        copies = tuple(_state_copies(optimizer, group) for group in optimizer.param_groups)
-        return OptimizerSpec(kind, group_of, True, copies, counters=0 if type(optimizer) is SGD else STEP_COUNTER_BYTES)
-    _one_by_one(optimizer, fused=not problem)
-    state = state_bytes(optimizer, named, trained)
-    held = step_bytes(optimizer, named)
-    separable = type(optimizer) in SEPARABLE
-    return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=separable, update_bytes=held)
-
-
-def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
-    """Return under which keys the job's optimizer keeps something of each trained parameter after a step."""
-    trained = {p.name for p in params if p.trained}
-    named = meta_parameters(params, job.precision.dtype)
-    optimizer = call_optimizer(job.optimizer, named)
-    _one_by_one(optimizer, fused=False)
-    state_bytes(optimizer, named, trained)
-    return {name: set(optimizer.state[p]) for name, p in named if name in trained}
-
-
-def _planned_device() -> torch.device | None:
-    """Return the device whose fused kernels are tried when a plan is made: the CPU where runs take it.
-
-    A CUDA device is tried by the rank that has it: the process that makes a plan must not hold memory there.
-    """
-    device = choose_device(devices.default, 0)
-    return device if device == CPU else None
-
-
-def _fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | None) -> str:
-    """Return why the fused kernel of an element-wise optimizer is not used on a device; an empty text if it is."""
-    if device is None or type(optimizer) not in ELEMENTWISE:
-        return ""
-    return fused_problem(optimizer, dtype, device)
-
-
-def _one_by_one(optimizer: Optimizer, *, fused: bool) -> None:
-    """Choose the kernels that go from parameter to parameter, where the user has not chosen.
-
-    Torch's choice on CUDA takes them all at once, with temporaries as large as all of them. Without `fused` the user's
-    choice of a fused kernel is undone too.
-    """
-    for group in optimizer.param_groups:
-        if not fused and "fused" in group:
-            group["fused"] = False
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = False
-
-
-def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParameters:
-    """Return (name, full-shape parameter on meta) for every parameter, trained or not, in the model's order."""
-    return [
-        (
-            p.name,
-            torch.nn.Parameter(
-                torch.empty([bind(d, 0) for d in p.spec.shape], dtype=dtype, device="meta"), requires_grad=p.trained
-            ),
-        )
-        for p in params
-    ]
-
-
-def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
-    """Return the user's optimizer over the given parameters.
-
-    Raises JobError for an object that is none, or is refused by name, or holds foreign parameters.
-    """
-    with user_code("Job.optimizer([(name, parameter), ...])", JobError):
-        optimizer: object = function(list(named))
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise JobError(f"Job.optimizer returned a {kind}; a torch.optim.Optimizer is needed")
-    if kind in REFUSED:
-        raise JobError(f"Job.optimizer returned {kind}, which cannot run on a plan: {REFUSED[kind]}")
-    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
-        raise JobError(
-            f"Job.optimizer returned {kind} with step hooks, which would see the parameters of one rank only; leave them "
-            "out (to clip, set Job(clip_norm=...))"
-        )
-    if type(optimizer) in ELEMENTWISE and any(optimizer.state.values()):  # torch makes their state in the first step
-        raise JobError(
-            f"Job.optimizer returned {kind} with state that it has loaded, which would be lost: a plan keeps the state of {kind} "
-            "in buckets of its own and starts without any. Leave out load_state_dict, and set the learning rate in the groups"
-        )
-    known = {id(p) for _, p in named}
-    for index, group in enumerate(optimizer.param_groups):
-        if not all(id(p) in known for p in group["params"]):
-            raise JobError(
-                f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the "
-                f"(name, parameter) list only"
-            )
-        if isinstance(group.get("lr"), torch.Tensor):
-            raise JobError(f"Job.optimizer: group {index} has a tensor as lr; give a float, which a scheduler changes as well")
-        if group.get("differentiable"):
-            raise JobError("Job.optimizer: differentiable=True is not supported; leave it out")
-    return optimizer
-
-
-def call_scheduler(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRScheduler:
-    """Return the user's learning-rate schedule of an optimizer.
-
-    Raises JobError for an object that is none, or needs more than the number of the step.
-    """
-    with user_code("Job.scheduler(optimizer)", JobError):
-        schedule: object = function(optimizer)
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise JobError(
-            "Job.scheduler returned ReduceLROnPlateau, which cannot run on a plan: it follows a metric, and no rank has one of "
-            "the whole model; give a schedule of the step's number, such as LambdaLR"
-        )
-    if not isinstance(schedule, LRScheduler):
-        raise JobError(f"Job.scheduler returned a {type(schedule).__name__}; a torch.optim.lr_scheduler.LRScheduler is needed")
-    return schedule
-
-
-def advance(schedule: LRScheduler, steps: int) -> None:
-    """Bring a new schedule to where it stands after so many optimizer steps: it follows their number alone."""
-    with warnings.catch_warnings(), user_code(f"Job.scheduler(optimizer) after {steps} steps", JobError):
-        # It asks whether the optimizer has made a step; those steps were made by an earlier run.
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
-        for _ in range(steps):
-            schedule.step()
-
-
-def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
-    if type(optimizer) is SGD:
-        return int(group["momentum"] != 0)
-    return 3 if group["amsgrad"] else 2
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    state: dict[str, Any]
+    flat: bool = False
+    first: int = 0
 
 
 class RankOptimizer:
-    """Run the optimizer of one rank over the buckets that it holds.
+    """Run the optimizers of one rank over the buckets that it holds; most often there is one.
 
-    It has the user's groups in the user's order and its learning-rate schedule, which stands at `first_step`. If
-    `flat`, it runs on whole buckets, by a fused kernel.
+    They have the user's groups in the user's order and their learning-rate schedules, which stand at `first_step`.
+    `flat` says that all run on buckets.
     """
 
     def __init__(
         self,
         plan: Plan,
         store: Store,
-        function: Callable[[NamedParameters], Optimizer],
+        function: Callable[[NamedParameters], Any],
         scheduler: Callable[[Optimizer], Any] | None,
         first_step: int = 0,
     ):
         self._store = store
+        self.rates: tuple[float, ...] = ()
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
+        dtype = self._dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
+        self._again: Callable[[], list[Optimizer]] = lambda: call_optimizers(function, meta_parameters(plan.whole_params, dtype))
         named = meta_parameters(plan.whole_params, dtype)
-        optimizer = call_optimizer(function, named)
-        problem = _fused_problem(optimizer, dtype, store.device)
-        if problem and store.device != CPU:  # of the CPU it was said when the plan was made
-            warn_unfused(optimizer, dtype, problem)
-        self.flat = type(optimizer) in ELEMENTWISE and not problem
+        optimizers = call_optimizers(function, named)
+        ways, unfused = zip(*(self._way(optimizer, dtype) for optimizer in optimizers), strict=True)
+        self.flat = "parameters" not in ways
+        self._owner = [k for k, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
+        self._ways: tuple[Way, ...] = ways
         if not self.flat:
-            self._check_whole(type(optimizer).__name__)
-            named = [(n, store.parameter(n) if n in store.grads else p) for n, p in named]
-            optimizer = call_optimizer(function, named)
-        self._check_groups(optimizer, named)
-        if self.flat:
-            self._use_flat(optimizer)
-        else:
-            _one_by_one(optimizer, fused=not problem)
-            self._use_views(optimizer, dict(named))
-        self._optimizer = optimizer
-        self._scheduler = call_scheduler(scheduler, optimizer) if scheduler is not None else None
-        if self._scheduler is not None:
-            advance(self._scheduler, first_step)
+            self._check_whole(optimizers)
+            on_views = self._on_views(optimizers)
+            named = [(n, store.parameter(n) if n in on_views else p) for n, p in named]
+            optimizers = call_optimizers(function, named)
+        self._optimizers = optimizers
+        self._check_groups(named)
+        for number, (optimizer, way) in enumerate(zip(optimizers, ways, strict=True)):
+            if way == "parameters":
+                one_by_one(optimizer, fused=not unfused[number])
+                self._use_views(optimizer)
+            else:
+                self._use_flat(number, optimizer, way)
+        self._members |= {b.id: self._members_of(b, dict(named)) for b in store.buckets}
+        self._schedulers = call_schedulers(scheduler, optimizers)
+        for schedule in self._schedulers:
+            advance(schedule, first_step)
 
-    def _check_whole(self, kind: str) -> None:
+    def _way(self, optimizer: Optimizer, dtype: torch.dtype) -> tuple[Way, str]:
+        """Return on what an optimizer runs here, and why not on a fused kernel that it has."""
+        if declared_elementwise(optimizer):
+            return "pieces", ""
+        problem = why_unfused(optimizer, dtype, self._store.device)
+        if problem and self._store.device != CPU:  # of the CPU it was said when the plan was made
+            warn_unfused(optimizer, dtype, problem)
+        return ("fused" if type(optimizer) in ELEMENTWISE and not problem else "parameters"), problem
+
+    def _way_of(self, bucket: Bucket) -> Way:
+        return self._ways[self._owner[bucket.group]]
+
+    def _on_views(self, optimizers: Sequence[Optimizer]) -> set[str]:
+        """Return the parameters of this rank that are updated one by one."""
+        return {n for b in self._store.buckets if self._way_of(b) == "parameters" for n in b.params}
+
+    def _check_whole(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise JobError where ranks share the states of an optimizer that works on whole parameters."""
-        shared = [b.id for b in self._store.buckets if b.shard.optim]
-        if shared:
-            raise JobError(sharding_problem(kind))
+        for bucket in self._store.buckets:
+            if bucket.shard.optim and self._way_of(bucket) == "parameters":
+                raise JobError(sharding_problem(type(optimizers[self._owner[bucket.group]]).__name__))
 
-    def _check_groups(self, optimizer: Optimizer, named: NamedParameters) -> None:
-        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    def _check_groups(self, named: NamedParameters) -> None:
+        group_of = {id(p): index for index, group in enumerate(self.groups) for p in group["params"]}
         for bucket in self._store.buckets:
             for name, p in named:
                 if name in bucket.params and group_of.get(id(p)) != bucket.group:
@@ -291,26 +133,41 @@ class RankOptimizer:
                         f"in group {group_of.get(id(p))}; compile the strategy with this job"
                     )
 
-    def _use_flat(self, optimizer: Optimizer) -> None:
+    def _use_flat(self, number: int, optimizer: Optimizer, way: Way) -> None:
         optimizer.state.clear()
-        for index, group in enumerate(optimizer.param_groups):
+        first = self._owner.index(number)
+        if way == "pieces":
+            one_by_one(optimizer, fused=False)
+        for index, group in enumerate(optimizer.param_groups, first):
             group.pop("param_names", None)
-            # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per bucket.
-            group["fused"], group["foreach"] = True, False
-            group["params"] = [self._store.own_masters[b.id] for b in self._store.buckets if b.group == index]
-            for p in group["params"]:
-                _first_state(optimizer, group, p)
-        for bucket in self._store.buckets:
-            self._members[bucket.id] = [(self._store.own_masters[bucket.id], self._store.own_grads[bucket.id])]
+            group["params"] = [p for b in self._store.buckets if b.group == index for p in self._pieces(b, way)]
+            if way == "fused":
+                # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per bucket.
+                group["fused"], group["foreach"] = True, False
+                for p in group["params"]:
+                    _first_state(optimizer, group, p)
 
-    def _use_views(self, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
+    def _pieces(self, bucket: Bucket, way: Way) -> list[torch.Tensor]:
+        """Return the tensors on which an element-wise optimizer works; the same ones at each call."""
+        known = self._members.get(bucket.id)
+        if known is None:
+            master, grads = self._store.own_masters[bucket.id], self._store.own_grads[bucket.id]
+            known = [(master, grads)] if way == "fused" else list(zip(master.split(PIECE), grads.split(PIECE), strict=True))
+            self._members[bucket.id] = known
+        return [p for p, _ in known]
+
+    def _members_of(self, bucket: Bucket, named: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors that are updated of a bucket, each with its gradient."""
+        if self._way_of(bucket) == "parameters":
+            return [(named[n], self._store.grads[n]) for n in bucket.params]
+        return self._members[bucket.id]
+
+    def _use_views(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             group.pop("param_names", None)
             group["params"] = [p for p in group["params"] if not p.is_meta]
         for p in [p for p in optimizer.state if p.is_meta]:
             del optimizer.state[p]
-        for bucket in self._store.buckets:
-            self._members[bucket.id] = [(named[n], self._store.grads[n]) for n in bucket.params]
 
     def update(self, buckets: Sequence[str], scale: float | torch.Tensor) -> None:
         """Multiply the gradients of these buckets by `scale`, and take one step on their parameters.
@@ -321,43 +178,60 @@ class RankOptimizer:
         for p, grad in members:
             p.grad = scaled(grad, scale, p.dtype)
         # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         for p, _ in members:
             p.grad = None
         self._store.copy_masters(buckets)
 
     def end_step(self) -> None:
-        """Advance the learning-rate schedule; once per optimizer step, after all updates."""
-        if self._scheduler is not None:
-            self._scheduler.step()
+        """Advance the learning-rate schedules; once per optimizer step, after all updates.
+
+        `rates` are the learning rates of the groups in this step.
+        """
+        self.rates = tuple(float(group["lr"]) for group in self.groups if isinstance(group.get("lr"), int | float))
+        for schedule in self._schedulers:
+            schedule.step()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Return the groups of the optimizer, with their present settings."""
-        return self._optimizer.param_groups
+        """Return the groups of the optimizers, with their present settings."""
+        return list(groups_of(self._optimizers))
+
+    @property
+    def own_groups(self) -> list[bool]:
+        """Return for each group whether its settings may be changed by its optimizer: torch's own leave them alone."""
+        return [type(self._optimizers[k]) not in SEPARABLE for k in self._owner]
 
     @property
     def kinds(self) -> tuple[str, str | None]:
-        """Return the class names of the optimizer and of its schedule."""
-        return type(self._optimizer).__name__, None if self._scheduler is None else type(self._scheduler).__name__
+        """Return the class names of the optimizers and of their schedules."""
+        return names_of(self._optimizers), names_of(self._schedulers) or None
 
     @property
-    def schedule_state(self) -> dict[str, Any]:
-        """Return the state of the schedule, as its state_dict has it; nothing without a schedule."""
-        return {} if self._scheduler is None else self._scheduler.state_dict()
+    def schedule_state(self) -> Mapping[str, Any]:
+        """Return the state of the schedules, as their state_dict has it; nothing without a schedule."""
+        return schedule_state(self._schedulers)
 
-    def states(self, bucket: Bucket) -> list[tuple[tuple[str, ...], torch.Tensor, dict[str, Any]]]:
-        """Return what the optimizer keeps of a bucket: parameters, the tensor that stands for them, and its state.
+    def states(self, bucket: Bucket) -> list[OptimizerState]:
+        """Return what the optimizer keeps of a bucket: of parts of it, or of each of its parameters."""
+        state, tensors = self._optimizers[self._owner[bucket.group]].state, [p for p, _ in self._members[bucket.id]]
+        if self._way_of(bucket) == "parameters":
+            return [OptimizerState((name,), p, state[p]) for name, p in zip(bucket.params, tensors, strict=True)]
+        return [OptimizerState(bucket.params, p, state[p], True, k * PIECE) for k, p in enumerate(tensors)]
 
-        If `flat` that is one entry for all parameters of the bucket, else one entry for each.
-        """
-        tensors = [p for p, _ in self._members[bucket.id]]
-        names = [bucket.params] if self.flat else [(n,) for n in bucket.params]
-        return [(of, p, self._optimizer.state[p]) for of, p in zip(names, tensors, strict=True)]
+    def scalars(self, bucket: Bucket) -> Collection[str]:
+        """Return the keys under which one number is kept for a whole piece of a bucket; a fused kernel's is there."""
+        number = self._owner[bucket.group]
+        if self._ways[number] != "pieces":
+            return ()
+        within = bucket.group - self._owner.index(number)
+        return piece_sizes(lambda: self._again()[number], within, self._dtype).scalars
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return every tensor of optimizer state on this rank."""
-        return [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        kept = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        return [t for state in kept for t in state.values() if isinstance(t, torch.Tensor)]
 
 
 def sharding_problem(kind: str) -> str:
@@ -365,7 +239,8 @@ def sharding_problem(kind: str) -> str:
     known = ", ".join(c.__name__ for c in ELEMENTWISE)
     return (
         f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a part of every parameter, and "
-        f"{kind} works on whole parameters here; use one of {known}, or zero=0"
+        f"{kind} works on whole parameters here; use one of {known}, declare it with piper.elementwise({kind}) if it updates "
+        "each element by itself, or use zero=0"
     )
 
 

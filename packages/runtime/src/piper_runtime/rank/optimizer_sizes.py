@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piper_ir.errors import JobError
 from piper_ops import peak_bytes_inside
 from piper_runtime.rank.job import NamedParameters
+from piper_runtime.rank.optimizer_kinds import KEEPS_TO
 
 
-class _NumbersOfMeta(TorchDispatchMode):
+class NumbersOfMeta(TorchDispatchMode):
     """Answer `.item()` on meta tensors: some optimizers ask for a number, and sizes do not depend on it."""
 
     def __init__(self) -> None:
@@ -30,11 +31,12 @@ def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str])
     for name, p in named:
         p.grad = torch.empty_like(p) if name in trained else None
     try:
-        with _NumbersOfMeta():
+        with NumbersOfMeta():
             optimizer.step()
     except Exception as e:  # an optimizer of the user's may fail in any way
         raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}"
+            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}. "
+            f"An optimizer works on a plan if {KEEPS_TO}"
         ) from e
     return {
         name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
@@ -45,9 +47,12 @@ def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str])
 
 def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
     """Return the bytes of temporaries in a step after `state_bytes`; raise JobError when it cannot be taken."""
-    known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
+    known = [
+        *(p.grad for _, p in named),
+        *(t for of in optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)),
+    ]
     try:
-        with _NumbersOfMeta():
+        with NumbersOfMeta():
             return peak_bytes_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
     except Exception as e:  # an optimizer of the user's may fail in any way
         raise JobError(

@@ -6,13 +6,11 @@ value that dies in a part is taken out of it, so that boxed code frees it at its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, assert_never
 
 import torch
 
-from piper_ir.errors import NonFiniteLossError
 from piper_ir.expert_tokens import counts_tokens
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
@@ -20,10 +18,11 @@ from piper_ir.program import Chunk
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.overflow import naming_overflow
-from piper_runtime.rank.rank_state import NOT_FINITE, RankState
+from piper_runtime.rank.rank_state import RankState
 from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.shared import shared_arguments
 from piper_runtime.rank.store import empty_value
+from piper_runtime.rank.update_scale import scale_of
 
 Thunk = Callable[[], object]
 """A closure that is called for its effect; its result is ignored."""
@@ -218,7 +217,7 @@ def _fold(part: Part, op: Fold, rank: RankState) -> Thunk:
 
 def _update(part: Part, op: Update, rank: RankState) -> Thunk:
     flats = [rank.store.flat_grads[b] for b in op.buckets]
-    scale_now = _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
+    scale_now = scale_of(part, op, rank)
 
     def update() -> None:
         scale = scale_now()
@@ -231,63 +230,6 @@ def _update(part: Part, op: Update, rank: RankState) -> Thunk:
             flat.zero_()
 
     return update
-
-
-def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
-    values, reads = rank.store.values, part.reads
-    return lambda: gradient_scale(op, [float(values[v]) for v in reads], f"step {rank.step}, rank {rank.rank}")
-
-
-def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
-    """Return the scale on the device; its scalars are checked when the step ends."""
-    values, found = rank.store.values, list[float]()
-
-    def check(number: float) -> None:
-        found.append(number)
-        if len(found) == len(part.reads):
-            scalars = found.copy()
-            found.clear()
-            gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}")
-
-    readers = [(v, rank.numbers.reader(empty_value(rank.plan, v)[1], check)) for v in part.reads]
-
-    def scale() -> float | torch.Tensor:
-        for v, read in readers:
-            read(values[v])
-        return device_scale(op, [values[v] for v in part.reads])
-
-    return scale
-
-
-def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tensor:
-    """Return `gradient_scale` of scalars on a device, in float64 there and without its checks."""
-    scale = scalars[0].double().reciprocal() if op.weighted else 1.0
-    if op.clip is None:
-        return scale
-    magnitude = scale.abs() if isinstance(scale, torch.Tensor) else abs(scale)
-    return scale * (op.clip / (scalars[-1].double().sqrt() * magnitude + 1e-6)).clamp(max=1.0)
-
-
-def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
-    """Return the one factor by which Update multiplies gradients.
-
-    `scalars` are [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is
-    torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)). Raises NonFiniteLossError when
-    the weights sum to zero or the norm is not finite.
-    """
-    weight = scalars[0] if op.weighted else 1.0
-    if not weight:
-        raise NonFiniteLossError(
-            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; mask fewer rows"
-        )
-    scale = 1.0 / weight
-    if op.clip is None:
-        return scale
-    if not math.isfinite(scalars[-1]):
-        raise NonFiniteLossError(
-            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; {NOT_FINITE}"
-        )
-    return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))
 
 
 def _compute(part: Part, rank: RankState) -> Thunk:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from piper_ir.errors import ExecutionError, NonFiniteLossError
+from piper_ir.expert_tokens import counts_tokens
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Fresh
 from piper_ir.plan import Category, Plan
@@ -56,6 +57,12 @@ def _nothing() -> None:
     pass
 
 
+def _of_replica_0(plan: Plan) -> set[str]:
+    """Return the buffers that the replicas have different ones of, since forward updates them from the batch."""
+    outputs = [o for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies]
+    return {o.ref for o in outputs if not counts_tokens(o.ref)}
+
+
 def no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
     """Raise ExecutionError: outside of the steps that meet by the plan there is nobody to meet."""
     raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
@@ -69,7 +76,7 @@ class RankJob:
     """
 
     batch: Batch
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    optimizer: Callable[[NamedParameters], Any]
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
     first_step: int = 0
@@ -110,6 +117,7 @@ class RankState:
         self.buffer_mb: dict[str, int] = {}
         self.counted: dict[str, torch.Tensor] = {}
         self.expert_tokens: dict[str, list[int]] = {}
+        self.gradient_norm: float | None = None
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
@@ -189,13 +197,16 @@ class RankState:
         """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU.
 
         Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
-        a narrower dtype only: the job has it as it was made, or another rank as it was saved.
+        a narrower dtype only: the job has it as it was made, or another rank as it was saved. So are buffers that are
+        updated from the batch where this is not the first replica, whose copies count.
         """
         dtypes = {getattr(torch, b.dtype) for b in self.plan.buckets}
         bucketed = {name for bucket in self.store.buckets for name in bucket.params}
         lone = {n: t for n, t in self.store.params.items() if n not in bucketed}
         whole = {n: t for n, t in lone.items() if not dtypes or t.dtype in dtypes or not t.is_floating_point()}
-        held = {**whole, **self.store.exact, **self.store.masters, **self.store.buffers}
+        others = _of_replica_0(self.plan) if self.plan.replica_of(self.rank) else ()
+        buffers = {n: t for n, t in self.store.buffers.items() if n not in others}
+        held = {**whole, **self.store.exact, **self.store.masters, **buffers}
         return {n: t.to(CPU, copy=True) for n, t in held.items()}
 
     def shared_states(self) -> dict[str, torch.Tensor]:
