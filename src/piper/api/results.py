@@ -2,7 +2,8 @@
 
 A folder holds the files of its command; `piper report` shows them.
 
-- plan.json, strategy.json: the plan and the strategy that were simulated or run.
+- plan.json, strategy.json: the plan and the strategy that were simulated or run. `piper_ir.plan_file` reads a plan,
+  which is written as tables if it is large.
 - predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes and peak_by_category.
   Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
@@ -77,10 +78,10 @@ def unless_empty(folder: Path | None) -> Iterator[None]:
 
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
     """Write plan.json and strategy.json; raise OutputError when a file cannot be written."""
-    from piper_ir.codec import dumps
+    from piper_ir.plan_file import plan_text
 
     with _writing(folder):
-        write_whole(folder / "plan.json", dumps(plan))
+        write_whole(folder / "plan.json", plan_text(plan))
         write_whole(folder / "strategy.json", strategy.dumps())
 
 

@@ -153,7 +153,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     if folder is not None:
         save_plan(folder, compiled.plan, job_file.strategy)
         save_prediction(folder, result)
-        report_at_end(folder)
+        report_at_end(folder, compiled.plan)
 
 
 def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from piper_ir.errors import PiperError
 
 if TYPE_CHECKING:
+    from piper_ir.plan import Plan
     from piper_report import Report
 
 
@@ -24,15 +25,16 @@ def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
     return made
 
 
-def report_at_end(folder: Path) -> Report | None:
+def report_at_end(folder: Path, plan: Plan | None = None) -> Report | None:
     """Write the report at the end of a run, tuning or simulation whose results are saved already.
 
-    When it cannot be made, one warning says why, and the command has still done what it was asked for.
+    `plan` is that of plan.json in the folder, which is then not read. When the report cannot be made, one warning says
+    why, and the command has still done what it was asked for.
     """
     from piper_report import write_report
 
     try:
-        made = write_report(folder)
+        made = write_report(folder, plan=plan)
     except PiperError as e:
         print(f"warning: no report: {e}", file=sys.stderr)
         return None

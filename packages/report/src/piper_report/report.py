@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
+from piper_ir.plan import Plan
 from piper_ir.study import Row, limit_text
 from piper_ir.tools import time_text, write_whole
 from piper_ir.trace import Trace
@@ -54,14 +55,16 @@ class Report:
     headline: Table | None = None
 
 
-def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report:
+def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Plan | None = None) -> Report:
     """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder).
+
+    `plan` is what plan.json holds, where it is known already: a large one takes long to read.
 
     Raises:
         FormatError: see `piper_report.load`.
         OutputError: they cannot be written (no space, no permission); the folder stays as it was.
     """
-    results = with_aligned_clocks(load(folder))
+    results = with_aligned_clocks(load(folder, plan))
     target = Path(out) if out is not None else Path(folder) / "report"
     with house_style():
         sections = _sections(results)

@@ -14,6 +14,7 @@ from piper_ir.codec import decode, loads, read_json
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
+from piper_ir.plan_file import read_plan
 from piper_ir.study import StudyDocument
 from piper_ir.trace import Trace
 
@@ -199,8 +200,10 @@ class Results:
     hung: bool = False
 
 
-def load(folder: str | Path) -> Results:
+def load(folder: str | Path, plan: Plan | None = None) -> Results:
     """Read the folder of a simulation, a run, a tuning, a profile, or several in one.
+
+    `plan` is what plan.json holds, where it is known already: then it is not read.
 
     Raises:
         FormatError: the folder has none of the files, a file is broken or cut off (with its place in the file), or
@@ -218,7 +221,7 @@ def load(folder: str | Path) -> Results:
         raise FormatError(f"{folder} holds no results; a folder with some of these files is expected:\n{known}")
     out = Results(
         folder,
-        plan=_read(folder, "plan.json", _document(Plan)),
+        plan=_read(folder, "plan.json", read_plan) if plan is None else plan,
         params=_read(folder, "strategy.json", _params) or {},
         predicted=_read(folder, "predicted.json", _plain(Predicted)),
         predicted_trace=_read(folder, "spans-predicted.json", _document(Trace)),
