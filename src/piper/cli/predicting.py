@@ -12,7 +12,8 @@ from pathlib import Path
 from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
-from piper.api.results import new_folder, save_plan, save_prediction, save_snapshots
+from piper.api.origin import save_origin
+from piper.api.results import new_folder, save_explanation, save_plan, save_prediction, save_snapshots
 from piper.cli.loading import JobFile, load_file
 from piper.views.display import show
 from piper.views.distribution_table import distribution_table
@@ -153,6 +154,9 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     if folder is not None:
         save_plan(folder, compiled.plan, job_file.strategy)
         save_prediction(folder, result)
+        save_origin(folder, job_file.job.seed, job_file.path)
+        if explanation is not None:
+            save_explanation(folder, explanation, why_tables(explanation))
         report_at_end(folder, compiled.plan)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from piper.api import tuning
 from piper.api.costs_file import load_costs
+from piper.api.origin import save_origin
 from piper.api.results import new_folder
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
@@ -52,6 +53,7 @@ def tune(arguments: TuneArguments) -> Study:
         show_study(study, a.file.name, space.job.global_batch)
     if folder:
         study.save(folder)
+        save_origin(folder, a.seed, a.file)
         print(files_text(study, folder), file=sys.stderr)
         report_at_end(folder)
     return study

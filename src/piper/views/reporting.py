@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from piper_report import Report
 
 
-def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
-    """Write the report of a result folder, and print its headline and where it is; raise FormatError or OutputError."""
-    from piper.views.display import show
-    from piper_report import write_report
+def report(folder: str | Path, other: str | Path | None = None, *, out: str | Path | None = None) -> Report:
+    """Write the report of a result folder, or of two beside each other, and print its headline and where it is.
 
-    made = write_report(folder, out=out)
+    Raises FormatError or OutputError.
+    """
+    from piper.views.display import show
+    from piper_report import write_beside, write_report
+
+    made = write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
     if made.headline is not None:
         show(made.headline)
     print(f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) beside it")
