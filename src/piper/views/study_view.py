@@ -15,6 +15,7 @@ from piper.views.display import show
 from piper.views.strategy_facts import StrategyFacts, facts_of
 from piper_autotune import RULES, SearchProgress, Study
 from piper_ir.study import Row, limit_text
+from piper_ir.study_groups import folded_text, indifferent_text
 from piper_ir.tools import size_text, time_text
 from piper_report import FAR, Table
 
@@ -23,12 +24,16 @@ SHOWN = 10
 
 
 def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
-    """Print the best candidates, how many were rejected for what, and the rules.
+    """Print the best candidates, those that are equal folded into one, how many were rejected for what, and the rules.
 
     `global_batch` is the job's, for the rows of a microbatch.
     """
-    shown = study.table()[:SHOWN]
-    notes = [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
+    groups = study.folded()[:SHOWN]
+    shown = [group.best.as_dict() for group in groups]
+    notes = [f"{_params(row)}: {text}" for group, row in zip(groups, shown) if (text := folded_text(group))]
+    notes += [text] if (text := indifferent_text(study.rows)) else []
+    notes += [f"what one word would change in the best: {text}" for text in study.advice]
+    notes += [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
     notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown)
@@ -65,7 +70,9 @@ def as_numbers(study: Study, folder: Path | None, global_batch: int | None = Non
     facts = None if best is None else _facts(study, row, global_batch)
     row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
     counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
-    search = counts | {"rejected": _rejected(study), "interrupted": study.interrupted}
+    counts |= {"folded": len(study.folded())}
+    found = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
+    search: dict[str, Any] = counts | found | {"rejected": _rejected(study), "interrupted": study.interrupted}
     return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piper_autotune.confirm import Confirmation
+    from piper_autotune.one_word import OneWord, score_here
     from piper_autotune.problem import TuningProblem, Wanted
     from piper_autotune.rules import RULES
     from piper_autotune.search import SearchProgress
@@ -20,11 +21,13 @@ __all__ = [
     "RULES",
     "Confirmation",
     "NothingFoundError",
+    "OneWord",
     "SearchError",
     "SearchProgress",
     "Study",
     "TuningProblem",
     "Wanted",
+    "score_here",
     "tune",
 ]
 
@@ -32,11 +35,13 @@ _HOME = {
     "RULES": "rules",
     "Confirmation": "confirm",
     "NothingFoundError": "study",
+    "OneWord": "one_word",
     "SearchError": "study",
     "SearchProgress": "search",
     "Study": "study",
     "TuningProblem": "problem",
     "Wanted": "problem",
+    "score_here": "one_word",
     "tune": "tuner",
 }
 

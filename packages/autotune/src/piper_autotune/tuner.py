@@ -15,6 +15,7 @@ from optuna.storages import BaseStorage
 from piper_autotune.confirm import Confirmation, confirm_best
 from piper_autotune.diagnosis import nothing_found
 from piper_autotune.evaluators import Evaluator, Here, Processes
+from piper_autotune.one_word import one_word
 from piper_autotune.problem import Programs, TuningProblem, Under, wanted_by
 from piper_autotune.rules import PruningRules
 from piper_autotune.sampler import GuidedSampler
@@ -157,17 +158,28 @@ def _result(
     if not search.complete():
         message = nothing_found(search, problem)
         raise NothingFoundError(message, _study(search, problem, programs, seed))
+    advice: tuple[str, ...] = ()
     try:
         search.rescore()
         if measure is not None and confirm:
             confirm_best(search, confirm, measure)
+        advice = _advice(search)
     except KeyboardInterrupt:
         search.interrupted = True
-    found = _study(search, problem, programs, seed)
+    found = replace(_study(search, problem, programs, seed), advice=advice)
     failed = [r for r in found.rows if r.kind == "confirmation"]
     if failed and not any(r.measured_period_s for r in found.rows):
         raise NothingFoundError(f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found)
     return found
+
+
+def _advice(search: StrategySearch) -> tuple[str, ...]:
+    """Return what one word more would change in the best strategy, where it helps."""
+    best = next(iter(search.complete()), None)
+    strategy = None if best is None else search.strategies.get(best.number)
+    if strategy is None:
+        return ()
+    return tuple(word.text for word in one_word(search.evaluator, strategy, engine=True) if word.helps)
 
 
 def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, seed: int) -> Study:

@@ -78,6 +78,7 @@ class StudyDocument:
         rules: texts that say which candidates were rejected before compiling, each with how often.
         interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         device_limits: memory limits by type of device (see `limit_text`).
+        advice: what one word more would change in the best strategy.
     """
 
     FORMAT: ClassVar[str] = "Study"
@@ -90,6 +91,7 @@ class StudyDocument:
     rules: tuple[str, ...]
     interrupted: bool = False
     device_limits: Mapping[str, int] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
 
     def dumps(self) -> str:
         """Return the study as JSON with a line per row."""

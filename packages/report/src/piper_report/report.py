@@ -9,6 +9,7 @@ from pathlib import Path
 from piper_ir.errors import OutputError
 from piper_ir.plan import Plan
 from piper_ir.study import Row, limit_text
+from piper_ir.study_groups import indifferent_text
 from piper_ir.tools import time_text, write_whole
 from piper_ir.trace import Trace
 from piper_report.clocks import NOTE, aligned
@@ -153,6 +154,8 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
         facts.append(("tuned for", text))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))
+        facts += [("one word more", text) for text in study.advice]
+        facts += [("parameters that", text)] if (text := indifferent_text(study.trials)) else []
     return facts
 
 

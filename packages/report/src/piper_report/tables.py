@@ -11,6 +11,7 @@ from pandas import DataFrame
 from piper_ir.codec import encode
 from piper_ir.memory_owners import owners
 from piper_ir.study import Row
+from piper_ir.study_groups import folded, folded_text
 from piper_ir.tools import ranks_text, size_text, time_text
 from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
@@ -359,5 +360,6 @@ def _trials(results: Results) -> Sheet:
                Column("source", "scored by"), Column("reason", "reason")]  # fmt: skip
     order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", t.period_s or float("inf"), t.number))
     rows = [(t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason) for t in order]
-    notes = dict.fromkeys(f"warning: {note}" for t in order for note in t.notes)
+    equal = [text for group in folded([t for t in order if t.state == "complete"]) if (text := folded_text(group))]
+    notes = dict.fromkeys((*equal, *(f"warning: {note}" for t in order for note in t.notes)))
     return sheet("trials", "All candidates", columns, rows, tuple(notes)[:MOST_NOTES])
