@@ -165,7 +165,8 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
 
 def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
     """Return one row per stream and trace, in the plan's order; without a plan compute first, then by name."""
-    used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank in (rank, t.shown_as().get(rank))}
+    owners = [t.shown_as().get(rank, rank) for t in line.traces]
+    used = {s.stream for t, own in zip(line.traces, owners) for s in (*t.spans, *t.waits) if s.rank == own}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
     out: dict[tuple[str, int], _StreamRow] = {}
@@ -173,8 +174,7 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
         for i, trace in enumerate(line.traces):
             word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
             out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == 0 else word)
-    for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
-        own = trace.shown_as().get(rank, rank)
+    for i, (trace, found, begun, own) in enumerate(zip(line.traces, line.kinds, line.begun, owners)):
         for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == own), key=lambda s: s.start):
             if span.start <= window.end and span.end >= window.start:
                 _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
