@@ -49,6 +49,7 @@ from piper.cli.options import (
     MicrobatchesOption,
     NoContentionOption,
     NodesOption,
+    ObjectiveOption,
     OnLossOption,
     OtherArgument,
     OutOption,
@@ -137,6 +138,7 @@ def tune(
     workers: SearchersOption = "1",
     launcher: LauncherOption = "ray",
     out: OutOption = RUNS,
+    objective: ObjectiveOption = None,
     as_json: AsJsonOption = False,
 ) -> None:
     """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
@@ -147,8 +149,9 @@ def tune(
         from piper.cli import searching
 
         arguments = searching.TuneArguments(
-            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json
-        )
+            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json,
+            objective,
+        )  # fmt: skip
         if searching.tune(arguments).interrupted:
             raise typer.Exit(INTERRUPTED)
 

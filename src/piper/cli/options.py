@@ -130,6 +130,13 @@ SeedOption = Annotated[int, typer.Option(help="of the search; the same seed find
 StorageOption = Annotated[
     str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
 ]
+ObjectiveOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="period|tokens_per_s_per_device|dollars_per_token",
+        help="what the best is (default: the least period; for a file whose `job` is a function of a trial the most tokens)",
+    ),
+]
 SearchersOption = Annotated[
     str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")
 ]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piper_autotune.confirm import Confirmation
+    from piper_autotune.jobs import JobCase, JobCases
+    from piper_autotune.objective import OBJECTIVES, Objective, check_objective, value_text
     from piper_autotune.one_word import OneWord, score_here
     from piper_autotune.problem import TuningProblem, Wanted
     from piper_autotune.rules import RULES
@@ -18,23 +20,33 @@ if TYPE_CHECKING:
     from piper_autotune.tuner import tune
 
 __all__ = [
+    "OBJECTIVES",
     "RULES",
     "Confirmation",
+    "JobCase",
+    "JobCases",
     "NothingFoundError",
+    "Objective",
     "OneWord",
     "SearchError",
     "SearchProgress",
     "Study",
     "TuningProblem",
     "Wanted",
+    "check_objective",
     "score_here",
     "tune",
+    "value_text",
 ]
 
 _HOME = {
+    "OBJECTIVES": "objective",
     "RULES": "rules",
     "Confirmation": "confirm",
+    "JobCase": "jobs",
+    "JobCases": "jobs",
     "NothingFoundError": "study",
+    "Objective": "objective",
     "OneWord": "one_word",
     "SearchError": "study",
     "SearchProgress": "search",
@@ -42,7 +54,9 @@ _HOME = {
     "TuningProblem": "problem",
     "Wanted": "problem",
     "score_here": "one_word",
+    "check_objective": "objective",
     "tune": "tuner",
+    "value_text": "objective",
 }
 
 
