@@ -96,6 +96,7 @@ def test_equal_candidates_are_folded_into_the_best_of_them() -> None:
     assert [(g.best.number, [o.number for o in g.others]) for g in groups] == [(0, [1]), (2, []), (3, [])]
     assert folded_text(groups[0]) == "and 1 equal to 0.1% with mb=50" and folded_text(groups[1]) == ""
     measured = replace(rows[1], measured_period_s=1.0)
+    assert len(folded([replace(rows[0], value=1.0), replace(rows[1], value=2.0)])) == 2, "steps of another job hold other tokens"
     assert len(folded([rows[0], measured])) == 2 and len(folded([rows[0], replace(rows[1], source="engine")])) == 2
 
 

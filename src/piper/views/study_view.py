@@ -13,12 +13,14 @@ from typing import Any
 
 from piper.views.display import show
 from piper.views.strategy_facts import StrategyFacts, facts_of
-from piper_autotune import RULES, SearchProgress, Study
+from piper_autotune import RULES, SearchProgress, Study, value_text
 from piper_ir.study import Row, limit_text
 from piper_ir.study_groups import folded_text, indifferent_text
 from piper_ir.tools import size_text, time_text
 from piper_report import FAR, Table
 
+GOALS = {"tokens_per_s_per_device": "tokens", "dollars_per_token": "price"}
+"""The column of what is minimised."""
 SHOWN = 10
 """The number of rows of the table on the screen."""
 
@@ -41,6 +43,9 @@ def show_study(study: Study, name: str, global_batch: int | None = None) -> None
         notes.append("warning: interrupted; this is what was found until then")
     head = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
     rows = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
+    if study.objective != "period":
+        head = (*head, GOALS[study.objective])
+        rows = tuple((*cells, value_text(study.objective, row["value"])) for cells, row in zip(rows, shown))
     limit = limit_text(study.memory_limit, study.device_limits)
     within = f" within {limit}" if limit else ""
     show(Table(f"{name} on {study.cluster}{within}: {_counted(study)}, s/step", head, rows, tuple(notes)))

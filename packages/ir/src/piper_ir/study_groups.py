@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from piper_ir.study import Row
+from piper_ir.study import Row, objective_of
 
 EQUAL = 1e-3
-"""The part by which the period or the memory of candidates may differ that count as equal."""
+"""The part by which what is minimised or the memory of candidates may differ that count as equal."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FoldedRows:
 
 
 def folded(rows: Sequence[Row]) -> list[FoldedRows]:
-    """Return complete rows, best first, those that are equal to a better one in period and memory folded into it.
+    """Return complete rows, best first, those that are equal to a better one in what is minimised and in memory folded into it.
 
     A row that was measured is folded into none, since its error is a fact of its own; nor is one of another predictor.
     """
@@ -47,7 +47,11 @@ def folded(rows: Sequence[Row]) -> list[FoldedRows]:
 
 def _equal(a: Row, b: Row) -> bool:
     comparable = a.source == b.source and b.measured_period_s is None and a.measured_period_s is None
-    return comparable and _near(a.period_s, b.period_s) and _near(a.device_bytes, b.device_bytes)
+    return comparable and _same(a, b)
+
+
+def _same(a: Row, b: Row) -> bool:
+    return _near(objective_of(a), objective_of(b)) and _near(a.device_bytes, b.device_bytes)
 
 
 def _near(a: float | None, b: float | None) -> bool:
@@ -57,7 +61,7 @@ def _near(a: float | None, b: float | None) -> bool:
 def indifferent(rows: Sequence[Row]) -> dict[str, int]:
     """Return the parameters that make no difference, with the pairs of candidates that show it.
 
-    A pair differs in the parameter alone. All pairs of a parameter must be equal in period and memory.
+    A pair differs in the parameter alone. All pairs of a parameter must be equal in what is minimised and in memory.
     """
     pairs: dict[str, list[bool]] = {}
     complete = [row for row in rows if row.state == "complete" and row.period_s is not None]
@@ -65,8 +69,7 @@ def indifferent(rows: Sequence[Row]) -> dict[str, int]:
         if a.source == b.source and a.params.keys() == b.params.keys():
             names = [name for name, value in a.params.items() if value != b.params[name]]
             if len(names) == 1:
-                same = _near(a.period_s, b.period_s) and _near(a.device_bytes, b.device_bytes)
-                pairs.setdefault(names[0], []).append(same)
+                pairs.setdefault(names[0], []).append(_same(a, b))
     return {name: len(found) for name, found in pairs.items() if all(found)}
 
 
