@@ -41,8 +41,8 @@ def show_study(study: Study, name: str, global_batch: int | None = None) -> None
     notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown)
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
-    head = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
-    rows = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
+    head: tuple[str, ...] = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
+    rows: tuple[tuple[str, ...], ...] = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
     if study.objective != "period":
         head = (*head, GOALS[study.objective])
         rows = tuple((*cells, value_text(study.objective, row["value"])) for cells, row in zip(rows, shown))
