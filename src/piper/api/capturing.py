@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
 from piper_ir.program import Program
-from piper_ir.tools import no_garbage_collection
+from piper_ir.tools import no_garbage_collection, working
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ def _capture(job: Job) -> Captured:
     from piper_runtime.rank import call_batch
 
     batch, given = partial(call_batch, job.batch, 0), job.precision
-    with no_garbage_collection():
+    with working("capturing the model"), no_garbage_collection():
         return capture(
             job.model,
             batch,

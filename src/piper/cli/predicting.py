@@ -25,7 +25,7 @@ from piper_autotune import OneWord
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_ir.tools import size_text
+from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
 from piper_simulator import Cluster, GivenLoad, WhatIf, Zipf, compare, device_type, simulate, why
 
@@ -132,15 +132,19 @@ def simulated(
 def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     """Simulate a strategy and print the headline and everything else that `shown` asks for."""
     name = job_file.path.stem
-    cluster, compiled = target.cluster, target.compiled(job_file)
-    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
+    with working("compiling"):
+        cluster, compiled = target.cluster, target.compiled(job_file)
+    with working("simulating"):
+        result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
     contention = target.contention
-    words = advice(job_file.job, job_file.strategy, compiled.plan, cluster, target.costs, contention=contention)
+    with working("trying what one word would change"):
+        words = advice(job_file.job, job_file.strategy, compiled.plan, cluster, target.costs, contention=contention)
     explanation = None
     if shown.explained:
-        explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
+        with working("explaining"):
+            explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
         explanation = replace(
             explanation,
             what_if=(

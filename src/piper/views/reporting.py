@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piper_ir.errors import PiperError
+from piper_ir.tools import working
 
 if TYPE_CHECKING:
     from piper_ir.plan import Plan
@@ -21,7 +22,8 @@ def report(folder: str | Path, other: str | Path | None = None, *, out: str | Pa
     from piper.views.display import show
     from piper_report import write_beside, write_report
 
-    made = write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
+    with working("writing the report"):
+        made = write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
     if made.headline is not None:
         show(made.headline)
     print(f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) beside it")
@@ -37,7 +39,8 @@ def report_at_end(folder: Path, plan: Plan | None = None) -> Report | None:
     from piper_report import write_report
 
     try:
-        made = write_report(folder, plan=plan)
+        with working("writing the report"):
+            made = write_report(folder, plan=plan)
     except PiperError as e:
         print(f"warning: no report: {e}", file=sys.stderr)
         return None
