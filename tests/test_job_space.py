@@ -136,7 +136,7 @@ def test_tokens_must_be_known() -> None:
 
 def test_a_function_that_makes_no_job_is_refused() -> None:
     with pytest.raises(JobError, match=r"job\(trial\) returned a int; a piper.Job is needed"):
-        piper.tune(lambda trial: 3, strategy, cluster="h100x8", trials=1, workers=0)  # type: ignore[arg-type, return-value]
+        piper.tune(lambda trial: 3, strategy, cluster="h100x8", trials=1, workers=0)  # type: ignore[arg-type, return-value]  # refused
 
 
 FILE = """

@@ -17,7 +17,7 @@ from piper_report.alike import alike_ranks
 from piper_report.chrome import chrome_trace
 from piper_report.gantt import shown_ranks
 from piper_report.report import _summary
-from piper_report.results import Origin, RankPrediction, WhyTable, WhyTables
+from piper_report.results import RankPrediction, ResultOrigin, WhyTable, WhyTables
 from piper_report.stage_tables import stage_sheet, strategy_sheet
 from piper_simulator import simulate
 
@@ -88,7 +88,7 @@ def test_the_page_says_what_a_device_holds_and_where_results_are_from(tmp_path: 
         rank["limit_bytes"] = 80 << 30
     (tmp_path / "predicted.json").write_text(json.dumps(predicted))
     made_by = "2026-01-01 00:00 UTC", "piper simulate x.py"
-    origin = Origin("Abacus, 2 cores", {"piper": "1.2.3"}, "0123abcd with changes", 7, *made_by)
+    origin = ResultOrigin("Abacus, 2 cores", {"piper": "1.2.3"}, "0123abcd with changes", 7, *made_by)
     (tmp_path / "origin.json").write_text(json.dumps(origin.__dict__))
     why = {"tables": [{"title": "what if", "columns": ["", "step"], "rows": [["no <launch> cost", "1 s"]], "notes": ["a note"]}]}
     (tmp_path / "why.json").write_text(json.dumps(why | {"numbers": {}}))

@@ -1,4 +1,4 @@
-"""Search over jobs: `job(trial)` chooses lengths, batches and sizes of models, before `strategy(trial)` chooses a plan."""
+"""Search over jobs: `job(trial)` chooses lengths, batches and sizes, before `strategy(trial)` chooses a plan."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class JobSpace:
         self._cases: dict[int, JobCase] = {}
 
     def job(self, trial: Any) -> Job:
-        """Return the job of a trial, the same object for the same values; raise JobError where the function makes none."""
+        """Return the job of a trial, the same object for the same values; raise JobError where there is none."""
         from piper_runtime import Job
 
         recorded = _Recorded(trial)

@@ -22,7 +22,7 @@ GIT_S = 5.0
 
 
 def save_origin(folder: Path, seed: int | None = None, file: Path | None = None) -> None:
-    """Write origin.json: machine, versions, commit, seed, time and command; raise OutputError where it cannot be written.
+    """Write origin.json: machine, versions, commit, seed, time and command; raise OutputError where that fails.
 
     `file` is the user's file, whose repository has the commit; by default that of the present folder.
     """

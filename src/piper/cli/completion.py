@@ -26,7 +26,7 @@ def one_of(*words: str) -> Completer:
 
 
 def clusters(incomplete: str) -> list[str]:
-    """Return the built-in clusters of a node of 8 devices, also with a kernel stack, and the files that describe some."""
+    """Return the built-in clusters of one node, also with a kernel stack, and the files that describe some."""
     from piper_simulator import ALIASES, CPU, STACKS
 
     names = [CPU, *(f"{short}x8" for short in ALIASES)]
@@ -49,7 +49,7 @@ def parameters(ctx: Any, incomplete: str) -> list[str]:
 
 
 def _typed_file() -> str | None:
-    """Return the FILE.py of the line as it was typed, since a line that ends in an option without a value is no command."""
+    """Return the FILE.py of the typed line: one that ends in an option without a value is no command yet."""
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
     return next((word for word in line.split() if word.endswith(".py")), None)
 

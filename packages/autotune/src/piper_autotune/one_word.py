@@ -17,9 +17,9 @@ from piper_ir.program import Program
 from piper_ir.tools import size_text, time_text
 
 FASTER, SMALLER = 0.005, 0.05
-"""By which part of the period, or of the fullest device's bytes, a change must be better to be worth a line."""
+"""The parts of the period, and of the fullest device's bytes, by which a change must be better to be told."""
 SLOWER = 0.01
-"""By which part the period may be longer where the memory is smaller. More memory is no harm as long as it fits."""
+"""The part by which the period may be longer where the memory is smaller; more memory does no harm that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OneWord:
 
     @property
     def helps(self) -> bool:
-        """Return whether a reader should know it: it is faster and fits, or smaller and hardly slower, or makes the plan fit."""
+        """Return whether to tell it: it is faster and fits, or smaller and hardly slower, or makes the plan fit."""
         if self.before.reason:
             return not self.after.reason or self.after.device_bytes < (1 - SMALLER) * self.before.device_bytes
         faster = self.period_change <= -FASTER
@@ -72,7 +72,7 @@ class OneWord:
 
 
 def alternatives(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield the strategies with one other argument, each with its words: stages by cost, and shared optimizer states."""
+    """Yield the strategies with one other argument, each with its words: stages by cost, shared optimizer states."""
     items = strategy.directives
     for k, item in enumerate(items):
         changed: Directive | None = None

@@ -23,7 +23,7 @@ _TABLES = re.compile(r'\s*\{\s*"format"\s*:\s*"PlanTables"')
 
 Numbers = tuple[int, ...]
 _AtInstr = tuple[tuple[int, Numbers], ...]
-"""Numbers of values by the instruction that frees or makes them."""
+"""The numbers of values by the instruction that frees or makes them."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class FoldedRows:
 
 
 def folded(rows: Sequence[Row]) -> list[FoldedRows]:
-    """Return complete rows, best first, those that are equal to a better one in what is minimised and in memory folded into it.
+    """Return complete rows, best first, each folded into a better one that is equal in what is minimised and in memory.
 
     A row that was measured is folded into none, since its error is a fact of its own; nor is one of another predictor.
     """

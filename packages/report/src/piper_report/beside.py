@@ -94,7 +94,7 @@ def _differences(sides: Sequence[Side]) -> Sheet:
 
 
 def _figures(name: str, title: str, sheets: Sequence[Sheet | None], sides: Sequence[Side]) -> Sheet:
-    """Return the figures of two sheets beside each other, each kind of number (predicted, measured, ...) with its change."""
+    """Return the figures of two sheets beside each other, each kind (predicted, measured) with its change."""
     found = [_numbers(s) for s in sheets if s is not None]
     kinds = [k for k in ("predicted", "measured", "bytes") if any(k in row for side in found for row in side.values())]
     columns, texts, numbers = [""], [], []

@@ -174,7 +174,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResultOrigin:
     """Hold origin.json: with what, where and when the results were made.
 
     Attributes:
@@ -239,7 +239,7 @@ class Results:
     study: StudyDocument | None = None
     costs: Costs | None = None
     hung: bool = False
-    origin: Origin | None = None
+    origin: ResultOrigin | None = None
     why: WhyTables | None = None
 
 
@@ -276,7 +276,7 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
         study=_read(folder, "study.json", _document(StudyDocument)),
         costs=_read(folder, "costs.json", _document(Costs)),
         hung=(folder / HANG_FILE).is_file(),
-        origin=_read(folder, "origin.json", _plain(Origin)),
+        origin=_read(folder, "origin.json", _plain(ResultOrigin)),
         why=_read(folder, "why.json", _plain(WhyTables)),
     )
     _check_together(out)

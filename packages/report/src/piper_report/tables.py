@@ -160,7 +160,7 @@ def rank_sheet(results: Results) -> Sheet | None:
 
 
 def _by_equal_figures(rows: Sequence[Sequence[Any]], same: Mapping[int, int]) -> list[list[Any]]:
-    """Return rows of ranks with those of equal roles and figures in one; `same` are ranks that have no row of their own."""
+    """Return rows of ranks, those of equal roles and figures in one; ranks of `same` have no row of their own."""
     others: dict[int, list[int]] = {}
     for rank, first in same.items():
         others.setdefault(first, []).append(rank)

@@ -1,6 +1,6 @@
 """Say on a terminal what takes long, such as a capture, while it goes on.
 
-Nothing is shown until a command switches it on (`shown_on_terminal`): a library does not write on its caller's terminal.
+Nothing is shown until a command switches it on (`shown_on_terminal`): a library does not write on a terminal itself.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ NAMED = 3
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text: "0", "0-3", "0, 2, ..., 30" where they are evenly spaced, "0, 2, 5 and 13 more"."""
+    """Return ascending ranks as text: "0", "0-3", "0, 2, ..., 30" if evenly spaced, "0, 2, 5 and 13 more"."""
     if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) <= NAMED:
