@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from piper_ir.memory import peak
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.plan_file import plan_text, read_plan
+from piper_ir.plan_pieces import plan_pieces
 from piper_ir.verify import verify
 
 
@@ -38,6 +40,19 @@ def test_a_large_plan_is_written_as_tables_and_is_the_same_plan(plan: Plan, tabl
     assert found == plan and found.key == plan.key and dumps(found) == dumps(plan)
     assert [peak(found, role) for role in found.roles] == [peak(plan, role) for role in plan.roles]
     verify(found)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(("schedule", "zero"), [(recipes.dualpipe_v, 0), (recipes.zbv, 3)])
+def test_the_quick_text_of_a_plan_is_that_of_the_codec(microbatches: int, schedule: Any, zero: int) -> None:
+    program = synthetic(stages=4, F=3, I=4, W=2, params=100, activation=8)
+    recipe = (*schedule(pp=2, microbatches=4 * microbatches), *recipes.data_parallel(zero=zero, prefetch=0))
+    made = compile_program(program, Strategy(Mesh(pp=2, dp=2), recipe)).plan
+    pieces = plan_pieces(made)
+    assert pieces is not None and "".join(pieces) == dumps(made)
+    assert plan_pieces(program) is None
+    named = replace(made, roles=tuple(replace(role, program=tuple(role.program)) for role in made.roles))
+    assert plan_pieces(named) is None and named.key == made.key
 
 
 def test_a_small_plan_and_one_without_tables_name_every_instruction(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

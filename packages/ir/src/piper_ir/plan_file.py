@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import piper_ir.plan_pieces  # noqa: F401 - a quicker way to the key of the plans that are read here
 from piper_ir.codec import dumps, loads
 from piper_ir.errors import FormatError
 from piper_ir.instr_table import InstrTable, InstrTemplate, TableKinds, ValueTable

@@ -110,6 +110,7 @@ def _device_lines(ax: Axes, device: RankPrediction | None, top: int, space: Size
     out = {}
     for name, nbytes, colour, dash in ((IN_ALL, device.device_bytes, INK, ":"), (HAS, device.limit_bytes, RED, "--")):
         if nbytes is not None and nbytes != top and nbytes <= NEAR * top:
+            ax.axhline(nbytes / space.scale, color="white", linewidth=3)  # so that it can be seen on any colour
             out[name] = ax.axhline(nbytes / space.scale, color=colour, linestyle=dash, linewidth=1.3, label=name)
     return out
 
@@ -117,8 +118,8 @@ def _device_lines(ax: Axes, device: RankPrediction | None, top: int, space: Size
 def _held(device: RankPrediction | None) -> str:
     if device is None or device.device_bytes <= device.peak_bytes:
         return ""
-    has = "" if device.limit_bytes is None else f" of {size_text(device.limit_bytes)}"
-    return f"; the device holds {size_text(device.device_bytes)}{has}"
+    has = "" if device.limit_bytes is None else f"; the device has {size_text(device.limit_bytes)}"
+    return f", in all {size_text(device.device_bytes)}{has}"
 
 
 def _shares(plan: Plan | None) -> dict[str, str]:
