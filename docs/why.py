@@ -35,6 +35,10 @@ parameter. In Python this is `piper.compare(piper.why(a, cluster), piper.why(b, 
 
 `make gallery` (docs/why.py) writes this page.
 
+With `--out DIR` the page of the results has all of it as a section, and why.json the same for programs. The command
+`piper report A B` puts two such folders, or two runs, on one page beside each other: what differs, figures, stages,
+timelines on one axis, memory, losses.
+
 ## The critical path
 
 Every instruction starts when the last of what it waits for is there: its predecessor on its stream, the instructions
@@ -75,6 +79,9 @@ Each row of *what if* is a simulation of its own.
   says how much of it interference is.
 - *Perfect overlap*: no computation waits for a message or is slowed by one. The step is still never shorter than the
   messages of the busiest stream.
+- *partition(at="cost")*, *replicate(zero=1)*: the same strategy with this argument, with what it changes in the memory
+  of the fullest device. They are there where the strategy has even stages, or replicas that share nothing. Those that
+  help are printed without `--why`, too.
 - *One microbatch more* has as many rows as the others, so that the global batch grows. It needs a strategy that is a
   function of a trial, with the number of microbatches among its parameters.
 

@@ -18,7 +18,10 @@ from piper_report.style import house_style, new_figure, panels, picture
 from piper_report.tables import Column, sheet
 
 FIGURES = {"timeline", "memory", "loss", "step_time", "history", "pareto", "parameters"}
-TABLES = {"headline", "ranks", "sources", "memory_lines", "owners", "steps", "confirmed", "rejected", "rules", "trials", "costs"}
+TABLES = {
+    "headline", "ranks", "sources", "stages", "memory_lines", "owners", "steps", "confirmed", "rejected", "rules",
+    "trials", "costs",
+}  # fmt: skip
 SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
 
 
@@ -62,7 +65,7 @@ def test_the_page_says_where_durations_and_clocks_come_from(html: str) -> None:
 @pytest.mark.parametrize(
     ("write", "sections"),
     [
-        (samples.write_simulation, ["summary", "timeline", "memory"]),
+        (samples.write_simulation, ["summary", "strategy", "timeline", "memory"]),
         (samples.write_tuning, ["tuning"]),
         (samples.write_costs, ["costs"]),
     ],

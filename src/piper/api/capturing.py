@@ -11,7 +11,7 @@ from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
 from piper_ir.ops import CHECKPOINT
 from piper_ir.program import Program
-from piper_ir.tools import no_garbage_collection
+from piper_ir.tools import no_garbage_collection, working
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ def _capture(job: Job) -> Captured:
     from piper_runtime.rank import call_batch
 
     batch, given = partial(call_batch, job.batch, 0), job.precision
-    with no_garbage_collection():
+    with working("capturing the model"), no_garbage_collection():
         made = capture(
             job.model,
             batch,

@@ -2,9 +2,13 @@
 
 A folder holds the files of its command; `piper report` shows them.
 
-- plan.json, strategy.json: the plan and the strategy that were simulated or run.
-- predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes and peak_by_category.
+- plan.json, strategy.json: the plan and the strategy that were simulated or run. `piper_ir.plan_file` reads a plan,
+  which is written as tables if it is large.
+- predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes, peak_by_category
+  and limit_bytes, which its device has.
   Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
+- origin.json: machine, versions, commit, seed, time and command.
+- why.json: the tables and numbers of `piper simulate --why`.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
 - spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`.
 - trace-predicted.json, trace-measured.json: the same for Chrome's viewer.
@@ -22,7 +26,7 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,9 +38,11 @@ from piper_ir.tools import write_whole
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy
+    from piper_ir.trace import Trace
+    from piper_report import Table
     from piper_runtime import Run
     from piper_runtime.launch import Restart
-    from piper_simulator import Simulation
+    from piper_simulator import Simulation, Why
 
 
 WEIGHTS = "weights.pt"
@@ -77,11 +83,17 @@ def unless_empty(folder: Path | None) -> Iterator[None]:
 
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
     """Write plan.json and strategy.json; raise OutputError when a file cannot be written."""
-    from piper_ir.codec import dumps
+    from piper_ir.plan_file import plan_text
 
-    with _writing(folder):
-        write_whole(folder / "plan.json", dumps(plan))
+    with writing(folder):
+        write_whole(folder / "plan.json", plan_text(plan))
         write_whole(folder / "strategy.json", strategy.dumps())
+
+
+def save_explanation(folder: Path, explanation: Why, tables: Iterable[Table]) -> None:
+    """Write why.json: the tables as they are printed, and the numbers; raise OutputError when it cannot be written."""
+    with writing(folder):
+        write_whole(folder / "why.json", json.dumps({"tables": [asdict(t) for t in tables], "numbers": explanation.as_dict()}))
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
@@ -93,17 +105,21 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
     from piper_ir.codec import dumps
     from piper_report import write_chrome
 
-    many = len(prediction.bubble_s) > MOST_RANKS
-    trace = prediction.role_trace if many else prediction.trace
+    many, trace = len(prediction.bubble_s) > MOST_RANKS, written_trace(prediction)
     ranks = {"roles": _by_role(prediction)} if many else {"ranks": _by_rank(prediction)}
-    with _writing(folder):
+    with writing(folder):
         write_whole(folder / "predicted.json", json.dumps(prediction.summary() | ranks, indent=None if many else 1))
         write_whole(folder / "spans-predicted.json", dumps(trace))
         write_chrome(trace, folder / "trace-predicted.json")
 
 
 MOST_RANKS = 64
-"""The most ranks that are written one by one."""
+"""The most ranks that are written one by one, which is what programs read."""
+
+
+def written_trace(prediction: Simulation) -> Trace:
+    """Return the trace for files and programs: rank by rank, or where there are many, once for those that are alike."""
+    return prediction.role_trace if len(prediction.bubble_s) > MOST_RANKS else prediction.trace
 
 
 def _by_role(prediction: Simulation) -> list[dict[str, Any]]:
@@ -113,9 +129,10 @@ def _by_role(prediction: Simulation) -> list[dict[str, Any]]:
 
 
 def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
-    columns = zip(prediction.bubble_s, prediction.peak_bytes, prediction.device_bytes, prediction.peak_by_category, strict=True)
-    names = ("bubble_s", "peak_bytes", "device_bytes", "peak_by_category")
-    return [dict(zip(names, (b, p, d, dict(c)))) for b, p, d, c in columns]
+    p = prediction
+    columns = zip(p.bubble_s, p.peak_bytes, p.device_bytes, map(dict, p.peak_by_category), p.limit_bytes, strict=True)
+    names = ("bubble_s", "peak_bytes", "device_bytes", "peak_by_category", "limit_bytes")
+    return [dict(zip(names, numbers, strict=True)) for numbers in columns]
 
 
 def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
@@ -123,7 +140,7 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
 
     Only the first rank that runs a program is written. Raises OutputError when a file cannot be written.
     """
-    with _writing(folder, "--memory-snapshot"):
+    with writing(folder, "--memory-snapshot"):
         folder.mkdir(parents=True, exist_ok=True)
         for role in plan.roles:
             blob = pickle.dumps(prediction.memory_snapshot(role.ranks[0]), protocol=4)  # which the visualiser reads
@@ -141,7 +158,7 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
     from piper_ir.codec import dumps
     from piper_report import write_chrome
 
-    with _writing(folder):
+    with writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
         times = {"step_s": run.step_s, "batch_s": run.batch_s, "period_s": run.period_s, "tokens_per_s": rate}
         numbers: dict[str, Any] = {"losses": run.losses, **times, "peak_bytes": dict(run.peak_bytes)}
@@ -162,7 +179,7 @@ def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
 
     path = folder / WEIGHTS
     unfinished = path.with_name(f"{WEIGHTS}.unfinished")
-    with _writing(folder):
+    with writing(folder):
         try:
             torch.save(dict(state), unfinished)
             unfinished.replace(path)
@@ -207,7 +224,8 @@ def hang_report(folder: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _writing(folder: Path, flag: str = "--out") -> Iterator[None]:
+def writing(folder: Path, flag: str = "--out") -> Iterator[None]:
+    """Raise OutputError, which names the folder, for a file that cannot be written inside of the `with`."""
     try:
         yield
     except OSError as e:

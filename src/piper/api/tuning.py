@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.clusters import chosen_cluster
 from piper.api.compiling import compile
+from piper.api.job_space import JobSpace
 from piper.api.results import new_folder, unless_empty
 from piper.api.tuning_problem import problem_of
-from piper_autotune import Confirmation, SearchError, SearchProgress, Study
+from piper_autotune import (
+    OBJECTIVES,
+    Confirmation,
+    JobCase,
+    JobCases,
+    Objective,
+    SearchError,
+    SearchProgress,
+    Study,
+    check_objective,
+)
 from piper_autotune import tune as search
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
@@ -37,7 +48,7 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, 
 
 @checked_call(TuneError)
 def tune(
-    source: Job | Program,
+    source: Job | Program | Callable[[Any], Job],
     strategy: Callable[[Any], Strategy],
     *,
     cluster: str | Cluster | None,
@@ -57,6 +68,7 @@ def tune(
     timeout_s: float = 60.0,
     global_batch: int | None = None,
     model: CostModelFactory = DeviceModel,
+    objective: Objective | None = None,
 ) -> Study:
     """Search the strategy with the least predicted `period_s` whose plan fits the memory of every device.
 
@@ -64,7 +76,8 @@ def tune(
     `suggest_float` and `suggest_categorical` and returns a Strategy. Ctrl-C returns what was found so far.
 
     Args:
-        source: A Job, captured once, or a Program, for which nothing can be confirmed.
+        source: A Job, captured once; a Program, for which nothing can be confirmed; or a function `job(trial)` that
+            chooses a job, too, whose choices are captured once each.
         strategy: The function of a trial.
         cluster: The cluster of the predictions.
         trials: Candidates, as in `piper_autotune.tune`; so are `seed`, `storage`, `sampler`, `timeout_s`.
@@ -82,6 +95,9 @@ def tune(
         progress: Called while the search goes on.
         global_batch: With a Program only, as in `compile`.
         model: The cost model, as in `simulate`.
+        objective: "period", "tokens_per_s_per_device" (the most) or "dollars_per_token" (the fewest, by
+            `price_per_hour` of the cluster's devices). The default is the period; for `job(trial)`, where periods of
+            different jobs would be compared, tokens per second and device.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -92,7 +108,18 @@ def tune(
     from piper_runtime.launch import check_launcher, check_startable
 
     device = chosen_cluster(cluster)
-    problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
+    limit = _limit(memory_limit, device)
+    space: JobSpace | None = None
+    more: dict[str, Any]
+    if callable(source):
+        goal = _goal_of_jobs(objective, storage, global_batch)
+        space = JobSpace(source, lambda job: _case(job, device, costs, limit, model, goal))
+        first = space.first()
+        problem, more = first.problem, {"cases": JobCases(space.case_of)}
+        strategy = space.with_job(strategy)
+    else:
+        problem, more = problem_of(source, device, costs, limit, global_batch, model)
+        problem = replace(problem, objective=objective or "period")
     if storage is not None:
         from piper.api.content import content_of  # which imports torch
 
@@ -103,7 +130,7 @@ def tune(
         _check_local(device)
     measure = None
     if confirm and not isinstance(source, Program):
-        measure = _measure(source, costs, launcher, pool, steps, timeout_s)
+        measure = _measure(_jobs(source, space), costs, launcher, pool, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
         if measure is not None and pool is None:
@@ -190,8 +217,38 @@ def _check_local(cluster: Cluster | None) -> None:
         raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
 
 
+def _jobs(source: Any, space: JobSpace | None) -> Callable[[Mapping[str, Any]], Job]:
+    """Return a function that finds the job of a strategy's params."""
+    return space.job_of if space is not None else lambda params: source
+
+
+def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int | None) -> Objective:
+    """Return what a search over jobs minimises; raise TuneError for arguments that are for one job."""
+    if objective == "period":
+        others = " or ".join(f"objective={name!r}" for name in OBJECTIVES if name != "period")
+        raise TuneError(f"tune(objective='period'): the steps of different jobs hold different numbers of tokens; use {others}")
+    if storage is not None:
+        raise TuneError("tune(storage=...): a search over jobs is kept in memory only; leave storage out, or give one job")
+    if global_batch is not None:
+        raise TuneError("tune(global_batch=...): a job has its own; choose it in job(trial)")
+    return objective or "tokens_per_s_per_device"
+
+
+def _case(
+    job: Job, cluster: Cluster | None, costs: Costs | None, limit: int | None, model: CostModelFactory, objective: Objective
+) -> JobCase:
+    problem, more = problem_of(job, cluster, costs, limit, None, model)
+    check_objective(objective, cluster, problem.tokens_per_step)
+    return JobCase(replace(problem, objective=objective), **more)
+
+
 def _measure(
-    job: Job, costs: Costs | None, launcher: str, pool: Workers | None, steps: int, timeout_s: float
+    job_of: Callable[[Mapping[str, Any]], Job],
+    costs: Costs | None,
+    launcher: str,
+    pool: Workers | None,
+    steps: int,
+    timeout_s: float,
 ) -> Callable[[Strategy], Confirmation]:
     if type(steps) is not int or steps < 2:
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
@@ -199,6 +256,7 @@ def _measure(
     def measured(strategy: Strategy) -> Confirmation:
         from piper.api.execution import execute
 
+        job = job_of(strategy.params)
         run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Confirmation(period_s, max(run.peak_bytes.values(), default=None))

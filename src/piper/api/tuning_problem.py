@@ -30,7 +30,10 @@ def problem_of(
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     captured, spec, training = trained_job("tune", source, global_batch)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
-    problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
+    per_row = source.tokens_per_row
+    tokens = None if per_row is None else per_row * source.global_batch
+    known = captured.program, source.global_batch, training, cluster, costs, limit, one_role
+    problem = TuningProblem(*known, model=model, tokens_per_step=tokens)
     modules: tuple[ModuleType, ...] = (
         import_module(type(spec).__module__),
     )  # by value: a worker that imported it would import torch

@@ -49,6 +49,7 @@ from piper.cli.options import (
     MicrobatchesOption,
     NoContentionOption,
     NodesOption,
+    ObjectiveOption,
     OnLossOption,
     OtherArgument,
     OutOption,
@@ -137,6 +138,7 @@ def tune(
     workers: SearchersOption = "1",
     launcher: LauncherOption = "ray",
     out: OutOption = RUNS,
+    objective: ObjectiveOption = None,
     as_json: AsJsonOption = False,
 ) -> None:
     """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
@@ -147,8 +149,9 @@ def tune(
         from piper.cli import searching
 
         arguments = searching.TuneArguments(
-            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json
-        )
+            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json,
+            objective,
+        )  # fmt: skip
         if searching.tune(arguments).interrupted:
             raise typer.Exit(INTERRUPTED)
 
@@ -256,18 +259,21 @@ def profile(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that simulate, tune, run or a loop has written")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER]", help="another such folder: both on one page, beside each other")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")] = None,
     as_json: AsJsonOption = False,
 ) -> None:
-    """Draw what a folder holds: one HTML page, PNG figures, CSV tables.
+    """Draw what a folder holds, or what two hold beside each other: one HTML page, PNG figures, CSV tables.
 
-    Example: piper report runs/gpt_text-001
+    Example: piper report runs/gpt_text-001; piper report runs/gpt_text-001 runs/gpt_text-002
     """
     with user_errors(locals()):
         from piper.views.reporting import report as show_report
 
         with redirect_stdout(StringIO()) if as_json else nullcontext():
-            made = show_report(folder, out=out)
+            made = show_report(folder, other, out=out)
         if as_json:
             files = {"figures": made.figures, "tables": made.tables}
             print(json.dumps({"html": str(made.html)} | {name: [str(p) for p in found] for name, found in files.items()}))

@@ -60,10 +60,10 @@ class JobFile:
 
 @dataclass(frozen=True)
 class SearchFile:
-    """Hold a FILE.py to search: `strategy` is a function of a trial."""
+    """Hold a FILE.py to search: `strategy` is a function of a trial, and `job` may be one."""
 
     path: Path
-    job: Job
+    job: Job | Callable[[Any], Job]
     strategy: Callable[[Any], Strategy]
     steps: int
 
@@ -79,7 +79,8 @@ def load_space(path: str | Path) -> SearchFile:
             f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
             "or suggest_float and returns a piper.Strategy"
         )
-    return SearchFile(path, _job(path, module), strategy, _steps(path, module))
+    job = getattr(module, "job", None)
+    return SearchFile(path, job if callable(job) else _job(path, module), strategy, _steps(path, module))
 
 
 def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
@@ -95,16 +96,17 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     """
     path = Path(path)
     module = _run(path)
-    job = _job(path, module)
     if strategy is not None and params:
         raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
     function, texts = _function(module), _params(path, module)
     if strategy is not None:
         chosen = load_strategy(strategy)
         texts |= {name: str(value) for name, value in chosen.params.items()}
-    else:
-        texts |= params or {}
-        chosen = _strategy(path, module, function, texts, params or {})
+        return JobFile(path, _job(path, module, FixedTrial(texts)), chosen, _steps(path, module), function, texts)
+    texts |= params or {}
+    trial = FixedTrial(texts)
+    job = _job(path, module, trial)
+    chosen = _strategy(path, module, function, trial, params or {})
     return JobFile(path, job, chosen, _steps(path, module), function, texts)
 
 
@@ -113,8 +115,12 @@ def load_recipes(path: str | Path) -> None:
     _run(Path(path))
 
 
-def _job(path: Path, module: ModuleType) -> Job:
+def _job(path: Path, module: ModuleType, trial: FixedTrial | None = None) -> Job:
+    """Return the file's job, or the one that its function of a trial makes of the given values."""
     job = getattr(module, "job", None)
+    if callable(job) and trial is not None:
+        with user_code("job(trial)", JobError):
+            job = job(trial)
     if not isinstance(job, Job):
         found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
         raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
@@ -170,7 +176,7 @@ def _function(module: ModuleType) -> Callable[[Any], Any] | None:
 def _params(path: Path, module: ModuleType) -> dict[str, str]:
     """Return the file's own parameters, for a strategy that is a function of a trial."""
     own = getattr(module, "params", {})
-    if _function(module) is None:
+    if _function(module) is None and not callable(getattr(module, "job", None)):
         return {}
     if not isinstance(own, Mapping):
         raise JobError(f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed")
@@ -178,10 +184,10 @@ def _params(path: Path, module: ModuleType) -> dict[str, str]:
 
 
 def _strategy(
-    path: Path, module: ModuleType, function: Callable[[Any], Any] | None, texts: Mapping[str, str], given: Mapping[str, str]
+    path: Path, module: ModuleType, function: Callable[[Any], Any] | None, trial: FixedTrial, given: Mapping[str, str]
 ) -> Strategy:
     if function is not None:
-        return _answered(path, function, FixedTrial(texts), given)
+        return _answered(path, function, trial, given)
     if given:
         raise JobError(f"{path}: -p gives parameters, but `strategy` is not a function of a trial")
     return _checked(path, getattr(module, "strategy", None))

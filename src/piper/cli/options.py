@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from piper.cli.completion import LAUNCHERS, LOSSES, clusters, one_of, parameters, recipe_names
 from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
+from piper_ir.tools import clear_line, shown_on_terminal
 
 RUNS, TIMEOUT_S, LOG, LOADER = Path("runs"), 60.0, "jsonl", "thread"
 """The defaults of `piper run`: its folder for results, seconds without progress, logs, and loader."""
@@ -37,7 +39,10 @@ FileArgument = Annotated[
     ),
 ]
 ParamsOption = Annotated[
-    list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="a parameter of a strategy that is a function of a trial")
+    list[str] | None,
+    typer.Option(
+        "-p", metavar="NAME=VALUE", autocompletion=parameters, help="a parameter of a strategy that is a function of a trial"
+    ),
 ]
 OtherArgument = Annotated[
     Path | None,
@@ -57,7 +62,12 @@ def _say_version(asked: bool) -> None:
 VersionOption = Annotated[bool, typer.Option("--version", help="print the version and end", callback=_say_version, is_eager=True)]
 VersusOption = Annotated[
     list[str] | None,
-    typer.Option("--versus", metavar="NAME=VALUE", help="compare with the same strategy where a parameter has this value"),
+    typer.Option(
+        "--versus",
+        metavar="NAME=VALUE",
+        autocompletion=parameters,
+        help="compare with the same strategy where a parameter has this value",
+    ),
 ]
 WhyOption = Annotated[
     bool, typer.Option("--why", help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas")
@@ -88,6 +98,7 @@ ClusterNameOption = Annotated[
     str,
     typer.Option(
         "--cluster",
+        autocompletion=clusters,
         help="e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local (this machine, measured "
         "now)",
     ),
@@ -97,7 +108,10 @@ CostsFileOption = Annotated[
 ]
 LauncherOption = Annotated[
     str,
-    typer.Option(help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (all in one process)"),
+    typer.Option(
+        autocompletion=one_of(*LAUNCHERS),
+        help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (all in one process)",
+    ),
 ]
 AddressOption = Annotated[
     str,
@@ -110,6 +124,7 @@ ProfileLauncherOption = Annotated[
     str,
     typer.Option(
         "--launcher",
+        autocompletion=one_of("processes", "ray"),
         help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are the default: a rank does the "
         "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray measures between nodes",
     ),
@@ -130,6 +145,14 @@ SeedOption = Annotated[int, typer.Option(help="of the search; the same seed find
 StorageOption = Annotated[
     str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
 ]
+ObjectiveOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="period|tokens_per_s_per_device|dollars_per_token",
+        autocompletion=one_of("period", "tokens_per_s_per_device", "dollars_per_token"),
+        help="what the best is (default: the least period; for a file whose `job` is a function of a trial the most tokens)",
+    ),
+]
 SearchersOption = Annotated[
     str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")
 ]
@@ -147,7 +170,11 @@ PrintLaunchOption = Annotated[
 NodesOption = Annotated[int | None, typer.Option(min=1, help="machines in the lines of `piper launch`")]
 EmulateOption = Annotated[
     str | None,
-    typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
+    typer.Option(
+        metavar="CLUSTER",
+        autocompletion=clusters,
+        help="sleep in real processes instead of training, as long as CLUSTER would compute",
+    ),
 ]
 LogOption = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
 RecipeFileArgument = Annotated[
@@ -156,7 +183,12 @@ RecipeFileArgument = Annotated[
 ]
 RecipeNameOption = Annotated[
     str | None,
-    typer.Option("--recipe", metavar="NAME", help="draw this recipe (`piper recipes` lists them) on a synthetic model"),
+    typer.Option(
+        "--recipe",
+        metavar="NAME",
+        autocompletion=recipe_names,
+        help="draw this recipe (`piper recipes` lists them) on a synthetic model",
+    ),
 ]
 DevicesOption = Annotated[int, typer.Option("--pp", min=1, help="pipeline devices of --recipe")]
 MicrobatchesOption = Annotated[int, typer.Option("--microbatches", min=1, help="of --recipe")]
@@ -199,6 +231,7 @@ OnLossOption = Annotated[
     str,
     typer.Option(
         "--on-loss",
+        autocompletion=one_of(*LOSSES),
         metavar="restart|replan",
         help="with --restarts: a worker that died is replaced, or its device is gone and a strategy for fewer is chosen",
     ),
@@ -293,6 +326,7 @@ def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
         def shown(
             message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
         ) -> None:
+            clear_line()
             if issubclass(category, PiperWarning):
                 print(f"warning: {in_flags(str(message), options)}", file=sys.stderr)
             else:
@@ -309,7 +343,7 @@ def user_errors(options: Container[str] | None = None) -> Iterator[None]:
     `options` are the parameters of the command that its messages name.
     """
     try:
-        with plain_warnings(options):
+        with shown_on_terminal(), plain_warnings(options):
             yield
     except PiperError as e:
         print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)

@@ -8,19 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from piper.api.advice import advice
 from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
-from piper.api.results import new_folder, save_plan, save_prediction, save_snapshots
+from piper.api.origin import save_origin
+from piper.api.results import new_folder, save_explanation, save_plan, save_prediction, save_snapshots
 from piper.cli.loading import JobFile, load_file
 from piper.views.display import show
 from piper.views.distribution_table import distribution_table
 from piper.views.reporting import report_at_end
 from piper.views.why_tables import comparison_tables, why_tables
+from piper_autotune import OneWord
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
+from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
 from piper_simulator import Cluster, GivenLoad, WhatIf, Zipf, compare, device_type, simulate, why
 
@@ -127,24 +132,39 @@ def simulated(
 def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     """Simulate a strategy and print the headline and everything else that `shown` asks for."""
     name = job_file.path.stem
-    cluster, compiled = target.cluster, target.compiled(job_file)
-    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
+    with working("compiling"):
+        cluster, compiled = target.cluster, target.compiled(job_file)
+    with working("simulating"):
+        result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
+    contention = target.contention
+    with working("trying what one word would change"):
+        words = advice(job_file.job, job_file.strategy, compiled.plan, cluster, target.costs, contention=contention)
     explanation = None
     if shown.explained:
-        explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
+        with working("explaining"):
+            explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
         explanation = replace(
-            explanation, what_if=(*explanation.what_if, one_more(job_file, compiled, target, explanation.step_s))
+            explanation,
+            what_if=(
+                *explanation.what_if,
+                *(_what_if(word, explanation.step_s) for word in words),
+                one_more(job_file, compiled, target, explanation.step_s),
+            ),
         )
     folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
     if shown.as_json:
-        more = {"distribution": spread.as_dict()} if spread else {}
+        more: dict[str, Any] = {"distribution": spread.as_dict()} if spread else {}
+        more["one_word"] = [_as_numbers(word) for word in words]
         print(json.dumps(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})))
     else:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
         print()
         show(memory_table(result))
+        if helpful := [word for word in words if word.helps]:
+            print("\nwhat one word would change")
+            print("\n".join(word.text for word in helpful))
         for table in ([distribution_table(spread)] if spread else []) + list(why_tables(explanation) if explanation else ()):
             print()
             show(table)
@@ -153,7 +173,22 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     if folder is not None:
         save_plan(folder, compiled.plan, job_file.strategy)
         save_prediction(folder, result)
-        report_at_end(folder)
+        save_origin(folder, job_file.job.seed, job_file.path)
+        if explanation is not None:
+            save_explanation(folder, explanation, why_tables(explanation))
+        report_at_end(folder, compiled.plan)
+
+
+def _what_if(word: OneWord, now_s: float) -> WhatIf:
+    """Return a row of the what-if table; `now_s` is the present step."""
+    sign = "+" if word.bytes_change > 0 else ""
+    memory = f"{sign}{size_text(word.bytes_change)} on the fullest device" if word.bytes_change else ""
+    return WhatIf(word.words, now_s * (1 + word.step_change), memory)
+
+
+def _as_numbers(word: OneWord) -> dict[str, Any]:
+    before, after = ({k: getattr(s, k) for k in ("period_s", "step_s", "device_bytes")} for s in (word.before, word.after))
+    return {"words": word.words, "before": before, "after": after, "fits": not word.after.reason, "helps": word.helps}
 
 
 def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from piper.api import tuning
 from piper.api.costs_file import load_costs
+from piper.api.origin import save_origin
 from piper.api.results import new_folder
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
-from piper_autotune import Study
+from piper_autotune import OBJECTIVES, Objective, Study
+from piper_ir.errors import JobError
 
 
 @dataclass(frozen=True)
@@ -33,25 +35,35 @@ class TuneArguments:
     launcher: str
     out: Path | None
     as_json: bool
+    objective: str | None = None
+
+
+def objective_named(name: str | None) -> Objective | None:
+    """Return the objective of a name; raise JobError for one that is none."""
+    if name is None or name in OBJECTIVES:
+        return name
+    raise JobError(f"--objective {name}: one of {', '.join(OBJECTIVES)} is accepted")
 
 
 def tune(arguments: TuneArguments) -> Study:
     """Search, print the table or its JSON, write study and report, and return the study, which may be unfinished."""
     a = arguments
     space = load_space(a.file)
+    rows = None if callable(space.job) else space.job.global_batch
     folder = new_folder(a.out, a.file.stem) if a.out else None
     with tuning.saved(folder), bar(a.trials) as progress:
         study = tuning.tune(
             space.job, space.strategy, cluster=a.cluster, costs=load_costs(a.costs) if a.costs else None, trials=a.trials,
             confirm=a.confirm, memory_limit=a.memory_limit, seed=a.seed, storage=a.storage, launcher=a.launcher,
-            workers=searchers(a.workers), progress=progress,
+            workers=searchers(a.workers), progress=progress, objective=objective_named(a.objective),
         )  # fmt: skip
     if a.as_json:
-        print(json.dumps(as_numbers(study, folder, space.job.global_batch)))
+        print(json.dumps(as_numbers(study, folder, rows)))
     else:
-        show_study(study, a.file.name, space.job.global_batch)
+        show_study(study, a.file.name, rows)
     if folder:
         study.save(folder)
+        save_origin(folder, a.seed, a.file)
         print(files_text(study, folder), file=sys.stderr)
         report_at_end(folder)
     return study

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from piper.api.compiling import compile
 from piper.api.emulation import emulate, emulated_cluster
+from piper.api.origin import save_origin
 from piper.api.results import new_folder, save_plan, save_prediction, save_run, unless_empty
 from piper.views.display import show
 from piper.views.emulation_table import emulation_table
@@ -33,6 +34,7 @@ def emulated_session(
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, simulated)
+        save_origin(folder, job.seed)
         save_run(folder, emulated, compiled.plan.tokens_per_step)
         print(f"results are in {folder}", file=sys.stderr)
         report_at_end(folder)

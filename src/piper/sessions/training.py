@@ -12,6 +12,7 @@ from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
 from piper.api.execution import execute
 from piper.api.metrics import check_logs
+from piper.api.origin import save_origin
 from piper.api.replanning import Fallbacks, Replanner, check_on_loss
 from piper.api.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
 from piper.views.display import show
@@ -122,6 +123,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         if folder is not None:
             save_plan(folder, compiled.plan, strategy)
             save_prediction(folder, prediction)
+            save_origin(folder, job.seed)
         print(
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
             f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher {settings.launcher}"

@@ -7,32 +7,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from piper_ir.errors import PiperError
+from piper_ir.tools import working
 
 if TYPE_CHECKING:
+    from piper_ir.plan import Plan
     from piper_report import Report
 
 
-def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
-    """Write the report of a result folder, and print its headline and where it is; raise FormatError or OutputError."""
-    from piper.views.display import show
-    from piper_report import write_report
+def report(folder: str | Path, other: str | Path | None = None, *, out: str | Path | None = None) -> Report:
+    """Write the report of a result folder, or of two beside each other, and print its headline and where it is.
 
-    made = write_report(folder, out=out)
+    Raises FormatError or OutputError.
+    """
+    from piper.views.display import show
+    from piper_report import write_beside, write_report
+
+    with working("writing the report"):
+        made = write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
     if made.headline is not None:
         show(made.headline)
     print(f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) beside it")
     return made
 
 
-def report_at_end(folder: Path) -> Report | None:
+def report_at_end(folder: Path, plan: Plan | None = None) -> Report | None:
     """Write the report at the end of a run, tuning or simulation whose results are saved already.
 
-    When it cannot be made, one warning says why, and the command has still done what it was asked for.
+    `plan` is that of plan.json in the folder, which is then not read. When the report cannot be made, one warning says
+    why, and the command has still done what it was asked for.
     """
     from piper_report import write_report
 
     try:
-        made = write_report(folder)
+        with working("writing the report"):
+            made = write_report(folder, plan=plan)
     except PiperError as e:
         print(f"warning: no report: {e}", file=sys.stderr)
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled
+from piper.api.results import written_trace
 from piper.views.recipe_view import SimulatedRecipe
 from piper_ir.codec import dumps
 from piper_ir.costs import Costs
@@ -42,15 +43,19 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     if _printed(compiled, what):
         return
     simulation = simulate(compiled.plan, cluster_named(cluster), costs=costs)
-    table = _drawn(compiled, simulation.trace, what)
-    print(dumps(simulation.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in simulation.notes)]))
+    table = _drawn(compiled, simulation.role_trace, what)
+    print(
+        dumps(written_trace(simulation))
+        if what.as_json
+        else "\n".join([table, *(f"warning: {note}" for note in simulation.notes)])
+    )
 
 
 def show_recipe(shown: SimulatedRecipe, what: What) -> None:
     """Print a recipe's schedule and its numbers, and write the requested files."""
     if _printed(shown.compiled, what):
         return
-    table = _drawn(shown.compiled, shown.simulation.trace, what)
+    table = _drawn(shown.compiled, shown.simulation.role_trace, what)
     print(json.dumps(shown.numbers()) if what.as_json else f"{table}\n\n{shown.text()}")
 
 

@@ -13,29 +13,39 @@ from typing import Any
 
 from piper.views.display import show
 from piper.views.strategy_facts import StrategyFacts, facts_of
-from piper_autotune import RULES, SearchProgress, Study
+from piper_autotune import RULES, SearchProgress, Study, value_text
 from piper_ir.study import Row, limit_text
+from piper_ir.study_groups import folded_text, indifferent_text
 from piper_ir.tools import size_text, time_text
 from piper_report import FAR, Table
 
+GOALS = {"tokens_per_s_per_device": "tokens", "dollars_per_token": "price"}
+"""The column of what is minimised."""
 SHOWN = 10
 """The number of rows of the table on the screen."""
 
 
 def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
-    """Print the best candidates, how many were rejected for what, and the rules.
+    """Print the best candidates, those that are equal folded into one, how many were rejected for what, and the rules.
 
     `global_batch` is the job's, for the rows of a microbatch.
     """
-    shown = study.table()[:SHOWN]
-    notes = [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
+    groups = study.folded()[:SHOWN]
+    shown = [group.best.as_dict() for group in groups]
+    notes = [f"{_params(row)}: {text}" for group, row in zip(groups, shown) if (text := folded_text(group))]
+    notes += [text] if (text := indifferent_text(study.rows)) else []
+    notes += [f"what one word would change in the best: {text}" for text in study.advice]
+    notes += [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
     notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown)
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
-    head = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
-    rows = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
+    head: tuple[str, ...] = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
+    rows: tuple[tuple[str, ...], ...] = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
+    if study.objective != "period":
+        head = (*head, GOALS[study.objective])
+        rows = tuple((*cells, value_text(study.objective, row["value"])) for cells, row in zip(rows, shown))
     limit = limit_text(study.memory_limit, study.device_limits)
     within = f" within {limit}" if limit else ""
     show(Table(f"{name} on {study.cluster}{within}: {_counted(study)}, s/step", head, rows, tuple(notes)))
@@ -65,7 +75,9 @@ def as_numbers(study: Study, folder: Path | None, global_batch: int | None = Non
     facts = None if best is None else _facts(study, row, global_batch)
     row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
     counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
-    search = counts | {"rejected": _rejected(study), "interrupted": study.interrupted}
+    counts |= {"folded": len(study.folded())}
+    found = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
+    search: dict[str, Any] = counts | found | {"rejected": _rejected(study), "interrupted": study.interrupted}
     return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
 
 

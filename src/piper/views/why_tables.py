@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from piper_ir.tools import size_text, time_text
+from piper_ir.tools import ranks_text, size_text, time_text
 from piper_report import Table
 from piper_simulator import Cause, Comparison, PathPiece, StepDifference, Why
 
@@ -64,7 +64,7 @@ def _idle(why: Why) -> Table:
     for r in sorted(by_idle):
         share, by_cause = why.shares[r], why.idle_by_owner[r]
         seconds = (share.computing, share.bubble, share.waiting, share.host)
-        rows.append((_ranks(why.plan.roles[r].ranks), *map(time_text, seconds), _most_of(by_cause)))
+        rows.append((ranks_text(why.plan.roles[r].ranks), *map(time_text, seconds), _most_of(by_cause)))
     columns = ("rank", "computes", "waits for compute", "for messages", "for its host", "most of all for")
     return Table("what ranks do in a step", columns, tuple(rows), _left(len(why.shares) - len(rows), "roles, less idle"))
 
@@ -76,7 +76,7 @@ def _gaps(why: Why) -> Table:
         before = why.owners.at(gap.node)[1].name if gap.node >= 0 else "the end of the step"
         by_cause = why.owners.totals(gap.pieces)
         times = time_text(gap.start), time_text(gap.end)
-        rows.append((_ranks(why.plan.roles[gap.role].ranks), *times, before, _most_of(by_cause, 3)))
+        rows.append((ranks_text(why.plan.roles[gap.role].ranks), *times, before, _most_of(by_cause, 3)))
     columns = ("rank", "from", "until", "before", "waits for")
     return Table("longest idle gaps", columns, tuple(rows), _left(len(gaps) - len(rows), "gaps"))
 
@@ -166,14 +166,6 @@ def _change(a: float, b: float) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole * 100:.1f} %"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, as in "0", "0-3", "0, 2, 4 and 13 more"."""
-    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return ", ".join(map(str, ranks[:3])) + more
 
 
 def _most(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], int]:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piper_autotune.confirm import Confirmation
+    from piper_autotune.jobs import JobCase, JobCases
+    from piper_autotune.objective import OBJECTIVES, Objective, check_objective, value_text
+    from piper_autotune.one_word import OneWord, score_here
     from piper_autotune.problem import TuningProblem, Wanted
     from piper_autotune.rules import RULES
     from piper_autotune.search import SearchProgress
@@ -17,27 +20,43 @@ if TYPE_CHECKING:
     from piper_autotune.tuner import tune
 
 __all__ = [
+    "OBJECTIVES",
     "RULES",
     "Confirmation",
+    "JobCase",
+    "JobCases",
     "NothingFoundError",
+    "Objective",
+    "OneWord",
     "SearchError",
     "SearchProgress",
     "Study",
     "TuningProblem",
     "Wanted",
+    "check_objective",
+    "score_here",
     "tune",
+    "value_text",
 ]
 
 _HOME = {
+    "OBJECTIVES": "objective",
     "RULES": "rules",
     "Confirmation": "confirm",
+    "JobCase": "jobs",
+    "JobCases": "jobs",
     "NothingFoundError": "study",
+    "Objective": "objective",
+    "OneWord": "one_word",
     "SearchError": "study",
     "SearchProgress": "search",
     "Study": "study",
     "TuningProblem": "problem",
     "Wanted": "problem",
+    "score_here": "one_word",
+    "check_objective": "objective",
     "tune": "tuner",
+    "value_text": "objective",
 }
 
 

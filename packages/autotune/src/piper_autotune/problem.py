@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
+from piper_autotune.objective import Objective, weight
 from piper_compiler import Options, Strategy, Training, asked_layers, policies_of, shardings_of
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
@@ -37,6 +38,8 @@ class TuningProblem:
         memory_limit: the bytes on every device within which a plan must stay; None when any plan fits.
         one_role: why plans of several roles are refused; empty when they are not.
         model: the cost model that gives durations.
+        objective: what the search minimises.
+        tokens_per_step: tokens of a step on all ranks, where they are known.
         model_content: a text that is equal, in any process, only for models that give the same; None when it is not
             known. Piper's own model needs none.
     """
@@ -50,6 +53,12 @@ class TuningProblem:
     one_role: str = ""
     model: CostModelFactory = DeviceModel
     model_content: str | None = None
+    objective: Objective = "period"
+    tokens_per_step: int | None = None
+
+    def weight(self, strategy: Strategy) -> float:
+        """Return what a second of a strategy's period weighs in what the search minimises."""
+        return weight(self.objective, strategy, self.cluster, self.tokens_per_step)
 
     @property
     def options(self) -> Options:
@@ -100,7 +109,9 @@ class TuningProblem:
         groups = sorted(self.training.group_of.items())
         training = (groups, self.training.clip, self.training.state_bytes(whole))
         model = () if self.model is DeviceModel else (self.model_content,)
-        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model)
+        prices = [kind.device.price_per_hour for kind in self.cluster.kinds] if self.cluster is not None else []
+        goal = () if self.objective == "period" else (self.objective, self.tokens_per_step, prices)
+        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model, *goal)
 
     def check_can_be_resumed(self) -> None:
         """Raise TuneError where a search in a storage could take the scores of another cost model for its own."""

@@ -15,6 +15,7 @@ import optuna
 from optuna.trial import TrialState
 
 from piper_autotune.evaluators import Evaluator, Outcome
+from piper_autotune.jobs import JobCases
 from piper_autotune.problem import TuningProblem
 from piper_autotune.rules import RULES, Pruned, PruningRules
 from piper_autotune.scoring import Refused, Scored
@@ -22,7 +23,7 @@ from piper_autotune.space import Space, SpaceError, StrategyFunction, again
 from piper_compiler import Strategy, directives
 from piper_ir.codec import decode
 from piper_ir.errors import PiperError
-from piper_ir.study import Row
+from piper_ir.study import Row, objective_of
 
 LEADERS = 5
 """The number of candidates that the event engine scores again; pruning by time keeps at least as many."""
@@ -68,12 +69,14 @@ class StrategySearch:
         study: optuna.Study,
         function: StrategyFunction,
         problem: TuningProblem,
-        rules: PruningRules,
+        rules: PruningRules | JobCases,
         evaluator: Evaluator,
         trials: int,
         leaders: int = LEADERS,
         progress: Callable[[SearchProgress], None] | None = None,
+        cases: JobCases | None = None,
     ) -> None:
+        self.cases = cases
         self.study, self.function, self.problem, self.rules, self.evaluator = study, function, problem, rules, evaluator
         self.trials, self.leaders, self.progress = trials, max(leaders, LEADERS), progress
         self.rows: dict[int, Row] = {}
@@ -123,17 +126,17 @@ class StrategySearch:
         while chosen := [row for row in self.complete()[: self.leaders] if row.number not in known]:
             tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
             for row, ticket in tickets:
-                self.rows[row.number] = _row(row.number, row.params, self.evaluator.result(ticket))
+                self.rows[row.number] = self._row(row.number, self.strategies[row.number], self.evaluator.result(ticket))
                 known.add(row.number)
 
     def complete(self) -> list[Row]:
         """Return the rows that fit, fastest first."""
-        return sorted((r for r in self.rows.values() if r.state == "complete"), key=lambda r: (r.period_s, r.number))
+        return sorted((r for r in self.rows.values() if r.state == "complete"), key=lambda r: (objective_of(r), r.number))
 
     def score(self, number: int) -> Row:
         """Return the row of a candidate that a rule had rejected, compiled for exact numbers."""
         outcome = self.evaluator.result(self.evaluator.submit(self.strategies[number]))
-        self.rows[number] = _row(number, self.rows[number].params, outcome)
+        self.rows[number] = self._row(number, self.strategies[number], outcome)
         return self.rows[number]
 
     def rule_lines(self) -> tuple[str, ...]:
@@ -150,15 +153,15 @@ class StrategySearch:
             raise
         except PiperError as e:
             return self._failed(trial, str(e))
-        known = self._known.get(_simplest(strategy))
+        known = self._known.get(self._identity(strategy))
         if known is not None:
             self._pending.append(_Pending(trial, strategy, None, known))
             return False
-        pruned = self.rules.check(strategy, self._threshold())
+        pruned = self.rules.check(strategy, self._threshold() / self.problem_of(strategy).weight(strategy))
         if pruned is not None:
             self._prune(trial, strategy, pruned)
             return True
-        self._known[_simplest(strategy)] = trial.number
+        self._known[self._identity(strategy)] = trial.number
         self._spent += 1
         self._pending.append(_Pending(trial, strategy, self.evaluator.submit(strategy), trial.number))
         return True
@@ -191,7 +194,7 @@ class StrategySearch:
         if item.ticket is None:
             self._tell_row(item.trial, self.rows[item.number])
         else:
-            row = _row(item.trial.number, item.strategy.params, self.evaluator.result(item.ticket))
+            row = self._row(item.trial.number, item.strategy, self.evaluator.result(item.ticket))
             self._learn(row, item.strategy)
             self._record(item.trial, row)
             self._tell_row(item.trial, row)
@@ -204,7 +207,7 @@ class StrategySearch:
             return
         if limit is not None and row.device_bytes is not None:
             trial.set_constraint("fits", row.device_bytes / limit - 1)
-        self._tell(trial, row.period_s, TrialState.COMPLETE)
+        self._tell(trial, objective_of(row), TrialState.COMPLETE)
 
     def _tell(self, trial: Any, value: float | None, state: TrialState) -> None:
         try:
@@ -226,7 +229,7 @@ class StrategySearch:
         self.rows[row.number] = row
         if strategy is not None:
             self.strategies[row.number] = strategy
-            self._known[_simplest(strategy)] = row.number
+            self._known[self._identity(strategy)] = row.number
 
     def _count(self, row: Row) -> None:
         if row.kind in RULES:
@@ -235,9 +238,25 @@ class StrategySearch:
             self._spent += 1
 
     def _threshold(self) -> float:
-        """Return the period of the last of the leaders; no slower candidate can become one."""
-        periods = sorted({r.period_s for r in self.rows.values() if r.state == "complete" and r.period_s is not None})
-        return periods[self.leaders - 1] if len(periods) >= self.leaders else float("inf")
+        """Return the value of the last of the leaders; no worse candidate can become one."""
+        values = sorted({objective_of(r) for r in self.rows.values() if r.state == "complete"})
+        return values[self.leaders - 1] if len(values) >= self.leaders else float("inf")
+
+    def problem_of(self, strategy: Strategy) -> TuningProblem:
+        """Return the problem of a strategy: the search's, or that of the job that its params choose."""
+        return self.problem if self.cases is None else self.cases.case(strategy).problem
+
+    def _identity(self, strategy: Strategy) -> object:
+        """Return what is equal for candidates that make the same plan of the same job."""
+        plan = _simplest(strategy)
+        return plan if self.cases is None else (id(self.cases.case(strategy)), plan)
+
+    def _row(self, number: int, strategy: Strategy, outcome: Outcome) -> Row:
+        row = _row(number, strategy.params, outcome)
+        problem = self.problem_of(strategy)
+        if problem.objective == "period" or row.period_s is None:
+            return row
+        return replace(row, value=row.period_s * problem.weight(strategy))
 
 
 def _simplest(strategy: Strategy) -> Strategy:

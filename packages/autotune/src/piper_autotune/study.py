@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from piper_autotune.objective import Objective, value_text
 from piper_compiler import Strategy, load_strategy, save_strategy
 from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError, TuneError
-from piper_ir.study import Row, StudyDocument
+from piper_ir.study import Row, StudyDocument, objective_of
+from piper_ir.study_groups import FoldedRows, folded, indifferent
 from piper_ir.tools import Brief, time_text, write_whole
 
 
@@ -25,6 +27,8 @@ class Study(Brief):
         interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         strategies: the strategies by number, with their params, of complete rows; of a study that was loaded, the best
             alone.
+        advice: what one word more would change in the best strategy.
+        objective: what the search minimises.
         device_limits: limit of a rank by type of device, where a cluster has several types; never more than its own
             device has.
     """
@@ -37,6 +41,8 @@ class Study(Brief):
     interrupted: bool = False
     strategies: Mapping[int, Strategy] = field(default_factory=dict, repr=False)
     device_limits: Mapping[str, int] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
+    objective: Objective = "period"
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield where was searched, how many candidates there were, and the best of them."""
@@ -47,11 +53,13 @@ class Study(Brief):
             period = best.period_s if best.measured_period_s is None else best.measured_period_s
             known = "predicted" if best.measured_period_s is None else "measured"
             yield "best", "?" if period is None else f"{time_text(period)} per step, {known}"
+            if best.value is not None:
+                yield "that is", value_text(self.objective, objective_of(best, best.measured_period_s is not None))
             yield "with", ", ".join(f"{name}={value}" for name, value in best.params.items()) or "no parameters"
 
     @property
     def best_row(self) -> Row | None:
-        """Return the fastest complete row: by measurement where any candidate was measured, else by prediction."""
+        """Return the best complete row: by measurement where any candidate was measured, else by prediction."""
         return min((r for r in self.rows if r.state == "complete"), key=_rank, default=None)
 
     @property
@@ -63,6 +71,14 @@ class Study(Brief):
     def table(self) -> list[dict[str, Any]]:
         """Return all complete rows, best first, as in study.json."""
         return [r.as_dict() for r in sorted((r for r in self.rows if r.state == "complete"), key=_rank)]
+
+    def folded(self) -> list[FoldedRows]:
+        """Return the complete rows, best first, those that are equal to 0.1 % folded into the best of them."""
+        return folded(sorted((r for r in self.rows if r.state == "complete"), key=_rank))
+
+    def indifferent(self) -> dict[str, int]:
+        """Return the parameters that make no difference, with the pairs of candidates that show it."""
+        return indifferent(self.rows)
 
     def rejected(self) -> list[dict[str, Any]]:
         """Return all rejected rows by number, each with its `reason`."""
@@ -76,7 +92,7 @@ class Study(Brief):
         best = self.best_row
         number = None if best is None else best.number
         head = (self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
-        document = StudyDocument(*head, self.device_limits)
+        document = StudyDocument(*head, self.device_limits, self.advice, self.objective)
         try:
             write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
@@ -95,13 +111,12 @@ class Study(Brief):
         found = loads(StudyDocument, text, str(path))
         strategies = {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
         head = (found.cluster, found.memory_limit, found.seed, found.trials, found.rules, found.interrupted)
-        return Study(*head, strategies, found.device_limits)
+        return Study(*head, strategies, found.device_limits, found.advice, cast(Objective, found.objective))
 
 
 def _rank(row: Row) -> tuple[bool, float, int]:
-    if row.measured_period_s is not None:
-        return False, row.measured_period_s, row.number
-    return True, row.period_s if row.period_s is not None else float("inf"), row.number
+    measured = row.measured_period_s is not None
+    return not measured, objective_of(row, measured), row.number
 
 
 class SearchError(TuneError):

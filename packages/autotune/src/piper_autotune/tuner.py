@@ -15,6 +15,9 @@ from optuna.storages import BaseStorage
 from piper_autotune.confirm import Confirmation, confirm_best
 from piper_autotune.diagnosis import nothing_found
 from piper_autotune.evaluators import Evaluator, Here, Processes
+from piper_autotune.jobs import JobCases, PerJob
+from piper_autotune.objective import check_objective
+from piper_autotune.one_word import one_word
 from piper_autotune.problem import Programs, TuningProblem, Under, wanted_by
 from piper_autotune.rules import PruningRules
 from piper_autotune.sampler import GuidedSampler
@@ -52,6 +55,7 @@ def tune(
     modules: Iterable[ModuleType] = (),
     evaluator: Evaluator | None = None,
     content: str | None = None,
+    cases: JobCases | None = None,
 ) -> Study:
     """Search the strategy with the least `period_s` that fits.
 
@@ -74,6 +78,7 @@ def tune(
         evaluator: scores in place of workers.
         content: a text that is equal only for strategy functions that do the same, where it is known; a storage then
             tells more of them apart.
+        cases: finds the job of a strategy, where the search chooses jobs, too; `problem` is then that of any of them.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -83,6 +88,7 @@ def tune(
     _check(strategy, trials, confirm, measure, workers, timeout_s)
     if type(seed) is not int or not 0 <= seed <= MOST_SEED:
         raise TuneError(f"tune(seed={seed!r}): an integer from 0 to {MOST_SEED} is needed")
+    check_objective(problem.objective, problem.cluster, problem.tokens_per_step)
     if storage is not None:
         problem.check_can_be_resumed()
     programs = Programs(problem, at_rows, under)
@@ -91,11 +97,16 @@ def tune(
         study = open_study(storage, f"piper-{name}", sampler or GuidedSampler(seed))
         if sampler is None:
             study.sampler = GuidedSampler((seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1))
-        ours = evaluator or _evaluator(problem, programs, workers, timeout_s, modules)
+        ours = evaluator or (
+            _evaluator(problem, programs, workers, timeout_s, modules)
+            if cases is None
+            else PerJob(cases, lambda case, own, more: _evaluator(case.problem, own, workers, timeout_s, more), 1)
+        )
         try:
             search = StrategySearch(
-                study, strategy, problem, PruningRules(problem, programs), ours, trials, max(LEADERS, confirm), progress
-            )
+                study, strategy, problem, cases or PruningRules(problem, programs), ours, trials, max(LEADERS, confirm), progress,
+                cases,
+            )  # fmt: skip
             search.resume()
             search.run()
             return _result(search, problem, programs, seed, confirm, measure)
@@ -157,26 +168,43 @@ def _result(
     if not search.complete():
         message = nothing_found(search, problem)
         raise NothingFoundError(message, _study(search, problem, programs, seed))
+    advice: tuple[str, ...] = ()
     try:
         search.rescore()
         if measure is not None and confirm:
             confirm_best(search, confirm, measure)
+        advice = _advice(search)
     except KeyboardInterrupt:
         search.interrupted = True
-    found = _study(search, problem, programs, seed)
+    found = replace(_study(search, problem, programs, seed), advice=advice)
     failed = [r for r in found.rows if r.kind == "confirmation"]
     if failed and not any(r.measured_period_s for r in found.rows):
         raise NothingFoundError(f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found)
     return found
 
 
+def _advice(search: StrategySearch) -> tuple[str, ...]:
+    """Return what one word more would change in the best strategy, where it helps."""
+    best = next(iter(search.complete()), None)
+    strategy = None if best is None else search.strategies.get(best.number)
+    if strategy is None:
+        return ()
+    return tuple(word.text for word in one_word(search.evaluator, strategy, engine=True) if word.helps)
+
+
 def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, seed: int) -> Study:
     rows = tuple(search.rows[n] for n in sorted(search.rows))
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
-    found = Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept, problem.device_limits)
+    found = Study(
+        cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept, problem.device_limits,
+        objective=problem.objective,
+    )  # fmt: skip
     if found.best is None or found.best_row is None:
         return found
+    if search.cases is not None:
+        case = search.cases.case(found.best)
+        problem, programs = case.problem, search.cases.programs(case)
     return replace(found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)})
 
 

@@ -35,6 +35,7 @@ class Row:
         error: predicted over measured period, less 1.
         notes: remarks on the durations that the engine used, as in `Simulation.notes`; the sweep, which scores many
             candidates, has none.
+        value: what the search minimises, where that is not the period: device-seconds or dollars per token.
     """
 
     number: int
@@ -51,10 +52,19 @@ class Row:
     measured_peak_bytes: int | None = None
     error: float | None = None
     notes: tuple[str, ...] = ()
+    value: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as it stands in study.json."""
         return asdict(self)
+
+
+def objective_of(row: Row, measured: bool = False) -> float:
+    """Return what a search minimises, of a row's prediction or its measured period; infinite where it is not known."""
+    seconds = row.measured_period_s if measured else row.period_s
+    if seconds is None:
+        return float("inf")
+    return seconds if row.value is None or not row.period_s else seconds * (row.value / row.period_s)
 
 
 def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
@@ -78,6 +88,8 @@ class StudyDocument:
         rules: texts that say which candidates were rejected before compiling, each with how often.
         interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         device_limits: memory limits by type of device (see `limit_text`).
+        advice: what one word more would change in the best strategy.
+        objective: what the search minimises.
     """
 
     FORMAT: ClassVar[str] = "Study"
@@ -90,6 +102,8 @@ class StudyDocument:
     rules: tuple[str, ...]
     interrupted: bool = False
     device_limits: Mapping[str, int] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
+    objective: str = "period"
 
     def dumps(self) -> str:
         """Return the study as JSON with a line per row."""

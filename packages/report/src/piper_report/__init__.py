@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from piper_report.beside import write_beside
     from piper_report.chrome import write_chrome
     from piper_report.clocks import aligned, offsets
     from piper_report.report import Report, write_report
@@ -35,11 +36,13 @@ __all__ = [
     "percent",
     "prediction_table",
     "schedule_table",
+    "write_beside",
     "write_chrome",
     "write_report",
 ]
 
 _NAMES_BY_MODULE = {
+    "beside": ("write_beside",),
     "chrome": ("write_chrome",),
     "clocks": ("aligned", "offsets"),
     "report": ("Report", "write_report"),

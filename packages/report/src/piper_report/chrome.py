@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_ir.plan import COMPUTE
-from piper_ir.tools import write_whole
+from piper_ir.tools import named_ranks, write_whole
 from piper_ir.trace import BATCH, Trace
 
 MICROSECONDS = 1e6
@@ -28,8 +28,8 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     for rank in ranks:
         for tid, stream in enumerate(sorted(streams[rank], key=lambda name: (name != COMPUTE, name))):
             threads[rank, stream] = tid
-    alike = {ranks[0]: f" (and {len(ranks) - 1} alike)" for ranks in trace.alike if ranks[1:]}
-    names = {rank: f"rank {rank}{alike.get(rank, '')}" for rank in ranks}
+    alike = {same[0]: same for same in trace.alike}
+    names = {rank: named_ranks(alike.get(rank, (rank,))) for rank in ranks}
     events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, name) for rank, name in names.items()]
     events += [_metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()]
     for s in (*trace.spans, *trace.waits):

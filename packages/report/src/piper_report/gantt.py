@@ -12,8 +12,9 @@ from matplotlib.patches import Patch
 
 from piper_ir.phases import PHASES, InstrLabel, Phase
 from piper_ir.plan import COMPUTE, Plan
-from piper_ir.tools import time_text
+from piper_ir.tools import named_ranks, time_text
 from piper_ir.trace import Span, Trace
+from piper_report.alike import Groups, alike_ranks
 from piper_report.idle import makespan
 from piper_report.phases import kinds
 from piper_report.style import (
@@ -99,17 +100,18 @@ class Timeline:
     plan: Plan | None
     kinds: Sequence[Mapping[Span, InstrLabel]]
     begun: Sequence[Mapping[Span, float]]
-    ranks: Sequence[int]
+    ranks: Groups
     length: float
 
 
-def timelines(traces: Sequence[Trace], plan: Plan | None) -> list[Picture]:
+def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -> list[Picture]:
     """Draw the whole step, and where its bars are too narrow to be read, its middle once more.
 
-    `traces` are predicted, measured, or both in this order. Among more than 8 ranks, one per role comes first. Where
-    bars are narrower than half a pixel, one per half pixel is drawn.
+    `traces` are predicted, measured, or both in this order. Ranks that
+    are alike are drawn once. Where
+    bars are narrower than half a pixel, one per half pixel is drawn. The axis is at least `length` seconds long.
     """
-    length = max(makespan(t) for t in traces) or SHORTEST
+    length = max(length, *(makespan(t) for t in traces)) or SHORTEST
     found = [kinds(t, plan) for t in traces]
     line = Timeline(traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length)
     out = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
@@ -129,7 +131,7 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
     axes = panels(figure, len(rows), sharex=True, heights=[len(r) + 1 for r in rows.values()])
     for ax, (rank, mine) in zip(axes, rows.items()):
         role = f" ({line.plan.role_of(rank).role})" if line.plan is not None else ""
-        ax.set_title(f"rank {rank}{role}", loc="left", fontweight="bold")
+        ax.set_title(f"{named_ranks(line.ranks[rank])}{role}", loc="left", fontweight="bold")
         _draw(ax, mine, unit)
     axes[-1].set_xlim(window.start * unit.scale, window.end * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
@@ -140,24 +142,31 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
     both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
     everyone = len({s.rank for t in line.traces for s in t.spans} | {rank for t in line.traces for rank in t.shown_as()})
     alt = (
-        f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, "
+        f"Gantt chart of one step, {both}: {len(rows)} rows for {everyone} ranks, each with its streams, "
         f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
     )
     shared = any(k.phase in SHARED for k in labels)
-    caption = _caption(line.traces, len(rows), everyone, sum(r.hidden for r in every), shared)
+    caption = _caption(line.traces, sum(map(len, line.ranks.values())), everyone, sum(r.hidden for r in every), shared)
     return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))
 
 
-def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
-    """Return at most MOST_RANKS ranks of the traces, ascending: the first of every role before any other."""
-    ranks = sorted({s.rank for t in traces for s in t.spans})
-    firsts = [min(role.ranks) for role in plan.roles] if plan is not None else []
-    return sorted(sorted(ranks, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
+def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
+    """Return at most MOST_RANKS ranks of the traces, each with those that are alike: one of each role before any other.
+
+    Of more roles than that, some from the first to the last, evenly spaced.
+    """
+    groups = alike_ranks(traces, plan)
+    firsts = sorted({min(role.ranks) for role in plan.roles} & groups.keys()) if plan is not None else []
+    if len(firsts) > MOST_RANKS:
+        firsts = [firsts[round(i * (len(firsts) - 1) / (MOST_RANKS - 1))] for i in range(MOST_RANKS)]
+    chosen = sorted(sorted(groups, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
+    return {rank: groups[rank] for rank in chosen}
 
 
 def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
     """Return one row per stream and trace, in the plan's order; without a plan compute first, then by name."""
-    used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank == rank}
+    owners = [t.shown_as().get(rank, rank) for t in line.traces]
+    used = {s.stream for t, own in zip(line.traces, owners) for s in (*t.spans, *t.waits) if s.rank == own}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
     out: dict[tuple[str, int], _StreamRow] = {}
@@ -165,8 +174,8 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
         for i, trace in enumerate(line.traces):
             word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
             out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == 0 else word)
-    for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
-        for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == rank), key=lambda s: s.start):
+    for i, (trace, found, begun, own) in enumerate(zip(line.traces, line.kinds, line.begun, owners)):
+        for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == own), key=lambda s: s.start):
             if span.start <= window.end and span.end >= window.start:
                 _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
     return list(out.values())
@@ -268,7 +277,7 @@ def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int, sh
             "A measured communication is hollow while its rank waits for the other side, and filled from when all were there."
         )
     if shown < everyone:
-        parts.append(f"{shown} of {everyone} ranks are shown, one of each role first; the traces for Chrome's viewer have all.")
+        parts.append(f"{shown} of {everyone} ranks are shown; the traces for Chrome's viewer have all.")
     if hidden:
         parts.append(f"Instructions that are narrower than half a pixel and not drawn: {hidden}.")
     return " ".join(parts)

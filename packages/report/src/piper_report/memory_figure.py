@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -10,9 +10,11 @@ from matplotlib.patches import Patch
 
 from piper_ir.plan import Plan
 from piper_ir.shards import SharedState
-from piper_ir.tools import size_text
+from piper_ir.tools import named_ranks, size_text
 from piper_ir.trace import MemSample, Trace
+from piper_report.alike import alike_ranks
 from piper_report.idle import makespan
+from piper_report.results import RankPrediction
 from piper_report.style import (
     CATEGORIES,
     INK,
@@ -36,12 +38,21 @@ NAMES = {
     "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured",
 }  # fmt: skip
 """The names of categories in the legend, where they are others."""
+IN_ALL, HAS = "in all on the device", "what the device has"
+BESIDE = "In all, a device also holds what torch has not allocated: the reserve of its allocator, the context, and communicators."
+NEAR = 1.6
+"""The most of the curve's height at which a line is still drawn; higher ones would make the curve flat."""
 MOST_SAMPLES = 800
 """The most samples drawn per rank; of more, the fullest in each of as many equal stretches of time is drawn."""
 
 
-def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | None) -> Picture | None:
+def memory_figure(
+    predicted: Trace | None, measured: Trace | None, plan: Plan | None, devices: Mapping[int, RankPrediction] | None = None
+) -> Picture | None:
     """Draw one panel per role (its first rank), the fullest 8; None when no trace has memory.
+
+    `devices` says by rank what the device is predicted to hold in all, and what it has; lines far above the curve are
+    left to the title.
 
     Measured bytes stand at the predicted time of their instruction, so that the two curves can be laid on each other.
     """
@@ -55,6 +66,8 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
     figure = new_figure(0.9 + 2.1 * len(ranks))
     axes = panels(figure, len(ranks), sharex=True)
     used: dict[str, None] = {}
+    lines: dict[str, Line2D] = {}
+    groups = alike_ranks([t for t in (predicted, measured) if t is not None], plan)
     marks = 0
     for ax, rank in zip(axes, ranks):
         curve = _samples(predicted, rank)
@@ -63,7 +76,9 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
         _line(ax, _thinned(points, length), length, unit, space)
         marks += 9 * len(curve) + len(points)
         role = f" ({plan.role_of(rank).role})" if plan is not None else ""
-        ax.set_title(f"rank {rank}{role}: {_peaks(curve, points, unit)}", loc="left")
+        device = (devices or {}).get(rank)
+        lines |= _device_lines(ax, device, max([0, *map(_total, (*curve, *points))]), space)
+        ax.set_title(f"{named_ranks(groups[rank])}{role}: {_peaks(curve, points, unit)}{_held(device)}", loc="left")
         ax.set_ylabel(space.name)
         ax.set_ylim(bottom=0)
     axes[-1].set_xlim(0, length * unit.scale)
@@ -74,7 +89,7 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
     ]
     if measured is not None and measured.memory:
         handles.append(Line2D([], [], color=INK, linewidth=1.2, label="measured, in all"))
-    handles.append(Line2D([], [], color=RED, marker="v", linestyle="", label="peak"))
+    handles += [Line2D([], [], color=RED, marker="v", linestyle="", label="peak"), *lines.values()]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     return picture(
         figure, "memory", "Memory over the step",
@@ -82,9 +97,29 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
         + "; ".join(ax.get_title(loc="left") for ax in axes),
         "Each instruction stands at its start with the most bytes that are held while it runs."
         + (f" Of the states that ranks share this rank keeps a part: {_words(shares)}." if shares else "")
+        + (f" {BESIDE}" if any(devices or {}) else "")
         + (" Measured bytes stand at the predicted time of their instruction." if predicted and measured else ""),
         marks=marks,
     )  # fmt: skip
+
+
+def _device_lines(ax: Axes, device: RankPrediction | None, top: int, space: SizeUnit) -> dict[str, Line2D]:
+    """Draw what the device holds in all and what it has, where that is near the curve; return the lines by name."""
+    if device is None:
+        return {}
+    out = {}
+    for name, nbytes, colour, dash in ((IN_ALL, device.device_bytes, INK, ":"), (HAS, device.limit_bytes, RED, "--")):
+        if nbytes is not None and nbytes != top and nbytes <= NEAR * top:
+            ax.axhline(nbytes / space.scale, color="white", linewidth=3)  # so that it can be seen on any colour
+            out[name] = ax.axhline(nbytes / space.scale, color=colour, linestyle=dash, linewidth=1.3, label=name)
+    return out
+
+
+def _held(device: RankPrediction | None) -> str:
+    if device is None or device.device_bytes <= device.peak_bytes:
+        return ""
+    has = "" if device.limit_bytes is None else f"; the device has {size_text(device.limit_bytes)}"
+    return f", in all {size_text(device.device_bytes)}{has}"
 
 
 def _shares(plan: Plan | None) -> dict[str, str]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
+from piper_ir.plan import Plan
 from piper_ir.study import Row, limit_text
+from piper_ir.study_groups import indifferent_text
 from piper_ir.tools import time_text, write_whole
 from piper_ir.trace import Trace
 from piper_report.clocks import NOTE, aligned
@@ -15,10 +17,12 @@ from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
 from piper_report.page import PageSection, page
 from piper_report.parallel_figure import parallel_figure
-from piper_report.results import HANG_FILE, Results, load
+from piper_report.results import HANG_FILE, Results, WhyTable, load
+from piper_report.stage_tables import stage_sheet, strategy_sheet
 from piper_report.style import Picture, house_style
 from piper_report.summary import Table
 from piper_report.tables import (
+    Column,
     Sheet,
     cost_sheet,
     expert_sheet,
@@ -27,6 +31,7 @@ from piper_report.tables import (
     owner_sheet,
     rank_sheet,
     restart_sheet,
+    sheet,
     source_sheet,
     step_sheet,
     trial_text,
@@ -54,22 +59,28 @@ class Report:
     headline: Table | None = None
 
 
-def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report:
+def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Plan | None = None) -> Report:
     """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder).
+
+    `plan` is what plan.json holds, where it is known already: a large one takes long to read.
 
     Raises:
         FormatError: see `piper_report.load`.
         OutputError: they cannot be written (no space, no permission); the folder stays as it was.
     """
-    results = with_aligned_clocks(load(folder))
+    results = with_aligned_clocks(load(folder, plan))
     target = Path(out) if out is not None else Path(folder) / "report"
     with house_style():
         sections = _sections(results)
     items = [x for s in sections for x in (*s.items, *s.folded)]
+    return write_files(target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items)
+
+
+def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | str]) -> Report:
+    """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError where that fails."""
     figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
     tables = {target / f"{x.name}.csv": x.frame.to_csv(index=False).encode() for x in items if isinstance(x, Sheet)}
     html = target / "report.html"
-    document = page(f"Piper: {Path(folder).resolve().name}", _facts(results), sections)
     _write(target, {**figures, **tables, html: document.encode()})
     first = next((x.table for x in items if isinstance(x, Sheet) and x.name == "headline"), None)
     return Report(html, tuple(figures), tuple(tables), first)
@@ -95,10 +106,32 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
 
 
 def _sections(results: Results) -> list[PageSection]:
-    return [_summary(results), _timeline(results), _memory(results), _training(results), _tuning(results), _costs(results)]
+    return [
+        _summary(results), _strategy(results), _timeline(results), _why(results), _memory(results), _training(results),
+        _tuning(results), _costs(results),
+    ]  # fmt: skip
 
 
-def _facts(results: Results) -> list[tuple[str, str]]:
+def _strategy(results: Results) -> PageSection:
+    found = stage_sheet(results), strategy_sheet(results)
+    return PageSection("strategy", "Strategy and stages", (), [x for x in found if x is not None])
+
+
+def _why(results: Results) -> PageSection:
+    tables = results.why.tables if results.why is not None else ()
+    items = [_explained(n, t) for n, t in enumerate(tables, start=1)]
+    return PageSection("why", "Why the step takes as long as it does", (), items)
+
+
+def _explained(number: int, table: WhyTable) -> Sheet:
+    """Return a table of an explanation; columns of words need names in the file, too."""
+    columns = [Column(title or f"column{k}", title) for k, title in enumerate(table.columns, start=1)]
+    title = table.title[:1].upper() + table.title[1:]
+    return sheet(f"why{number}", title, columns, table.rows, table.notes)
+
+
+def facts_of(results: Results) -> list[tuple[str, str]]:
+    """Return the facts at the head of the page."""
     plan, study = results.plan, results.study
     facts = []
     if plan is not None:
@@ -113,6 +146,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         facts.append(("predicted for", results.predicted_trace.notes["cluster"]))
     if results.measured is not None:
         facts.append(("measured", f"{len(results.measured.step_s)} steps"))
+    facts += _origin(results)
     if study is not None:
         limit = limit_text(study.memory_limit, study.device_limits) or "none"
         ended = "; interrupted, this is what was found until then" if study.interrupted else ""
@@ -120,7 +154,20 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         facts.append(("tuned for", text))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))
+        facts += [("one word more", text) for text in study.advice]
+        facts += [("parameters that", text)] if (text := indifferent_text(study.trials)) else []
     return facts
+
+
+def _origin(results: Results) -> list[tuple[str, str]]:
+    """Return with what, where and when the results were made."""
+    made = results.origin
+    if made is None:
+        return []
+    versions = ", ".join(f"{name} {number}" for name, number in made.versions.items())
+    seed = "" if made.seed is None else str(made.seed)
+    said = [("made on", made.machine), ("at", made.time), ("with", versions), ("commit", made.commit), ("seed", seed)]
+    return [(name, text) for name, text in (*said, ("command", made.command)) if text]
 
 
 def _told(best: Row) -> str:
@@ -132,7 +179,10 @@ def _told(best: Row) -> str:
 def _summary(results: Results) -> PageSection:
     items: list[Picture | Sheet | str] = []
     warnings = [f"warning: this run hung; {results.folder / HANG_FILE} says where every rank was"] if results.hung else []
-    warnings += [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
+    if results.predicted is not None:
+        oom = results.predicted.oom
+        warnings += [f"DOES NOT FIT: {oom.text}"] if oom is not None else []
+        warnings += [f"warning: {n}" for n in results.predicted.notes]
     if results.predicted is not None or results.measured is not None:
         items += [headline(results), DEFINITIONS]
     items += [
@@ -163,7 +213,8 @@ def _with_spans(results: Results) -> list[Trace]:
 
 
 def _memory(results: Results) -> PageSection:
-    drawn = memory_figure(results.predicted_trace, results.measured_trace, results.plan)
+    devices = results.predicted.by_rank() if results.predicted is not None else {}
+    drawn = memory_figure(results.predicted_trace, results.measured_trace, results.plan, devices)
     items: Sequence[Picture | Sheet | None] = (drawn, line_sheet(results), owner_sheet(results))
     return PageSection("memory", "Memory", (), [x for x in items if x is not None])
 

@@ -14,6 +14,7 @@ from piper_ir.codec import decode, loads, read_json
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
+from piper_ir.plan_file import read_plan
 from piper_ir.study import StudyDocument
 from piper_ir.trace import Trace
 
@@ -23,8 +24,10 @@ HANG_FILE = "hang.txt"
 FILES = {
     "plan.json": "piper simulate or piper run, each with --out DIR",
     "strategy.json": "the same",
+    "origin.json": "the same",
     "predicted.json": "piper simulate --out DIR, piper run",
     "spans-predicted.json": "piper simulate --out DIR, piper run",
+    "why.json": "piper simulate --why --out DIR",
     "measured.json": "piper run",
     "spans-measured.json": "piper run",
     "metrics.jsonl": "piper run",
@@ -37,12 +40,13 @@ FILES = {
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Hold the prediction for one rank, in seconds and bytes."""
+    """Hold the prediction for one rank, in seconds and bytes; `limit_bytes` is what its device has."""
 
     bubble_s: float
     peak_bytes: int
     device_bytes: int
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,12 +180,47 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class ResultOrigin:
+    """Hold origin.json: with what, where and when the results were made.
+
+    Attributes:
+        commit: that of the repository that the user's file is in; "" outside of one.
+        seed: of the job's weights and random numbers.
+    """
+
+    machine: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    commit: str = ""
+    seed: int | None = None
+    time: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class WhyTable:
+    """Hold one table of an explanation."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WhyTables:
+    """Hold why.json: the explanation of a step, as `piper simulate --why` prints it."""
+
+    tables: tuple[WhyTable, ...] = ()
+
+
+@dataclass(frozen=True)
 class Results:
     """Hold the contents of a folder; None or empty for missing files.
 
     Attributes:
         plan: plan.json.
         params: the values that made the strategy.
+        directives: those of strategy.json, as they stand there.
         predicted: predicted.json.
         predicted_trace: spans-predicted.json.
         measured: measured.json.
@@ -190,11 +229,14 @@ class Results:
         study: study.json.
         costs: costs.json.
         hung: whether the run hung; hang.txt then says where every rank was.
+        origin: origin.json.
+        why: why.json.
     """
 
     folder: Path
     plan: Plan | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    directives: tuple[Mapping[str, Any], ...] = ()
     predicted: Predicted | None = None
     predicted_trace: Trace | None = None
     measured: Measured | None = None
@@ -203,10 +245,14 @@ class Results:
     study: StudyDocument | None = None
     costs: Costs | None = None
     hung: bool = False
+    origin: ResultOrigin | None = None
+    why: WhyTables | None = None
 
 
-def load(folder: str | Path) -> Results:
+def load(folder: str | Path, plan: Plan | None = None) -> Results:
     """Read the folder of a simulation, a run, a tuning, a profile, or several in one.
+
+    `plan` is what plan.json holds, where it is known already: then it is not read.
 
     Raises:
         FormatError: the folder has none of the files, a file is broken or cut off (with its place in the file), or
@@ -222,10 +268,12 @@ def load(folder: str | Path) -> Results:
     if not any((folder / name).is_file() for name in FILES):
         known = "\n".join(f"  {name:22} {command}" for name, command in FILES.items())
         raise FormatError(f"{folder} holds no results; a folder with some of these files is expected:\n{known}")
+    said = _read(folder, "strategy.json", _strategy) or {}
     out = Results(
         folder,
-        plan=_read(folder, "plan.json", _document(Plan)),
-        params=_read(folder, "strategy.json", _params) or {},
+        plan=_read(folder, "plan.json", read_plan) if plan is None else plan,
+        params=said.get("params", {}),
+        directives=tuple(said.get("directives", ())),
         predicted=_read(folder, "predicted.json", _plain(Predicted)),
         predicted_trace=_read(folder, "spans-predicted.json", _document(Trace)),
         measured=_read(folder, "measured.json", _plain(Measured)),
@@ -234,6 +282,8 @@ def load(folder: str | Path) -> Results:
         study=_read(folder, "study.json", _document(StudyDocument)),
         costs=_read(folder, "costs.json", _document(Costs)),
         hung=(folder / HANG_FILE).is_file(),
+        origin=_read(folder, "origin.json", _plain(ResultOrigin)),
+        why=_read(folder, "why.json", _plain(WhyTables)),
     )
     _check_together(out)
     return out
@@ -280,13 +330,15 @@ def _checked(kind: type[T], data: Any, where: str) -> T:
     return made
 
 
-def _params(text: str, where: str) -> Mapping[str, Any]:
-    """Return only the values that made the strategy: a report needs no directives, which the compiler reads."""
+def _strategy(text: str, where: str) -> Mapping[str, Any]:
+    """Return the strategy as it is written: a report shows directives, and only the compiler knows what they mean."""
     data = read_json(text, where)
-    if not isinstance(data, dict) or not isinstance(data.get("params", {}), dict):
+    directives = data.get("directives", []) if isinstance(data, dict) else None
+    params = data.get("params", {}) if isinstance(data, dict) else None
+    if not isinstance(params, dict) or not isinstance(directives, list) or not all(isinstance(d, dict) for d in directives):
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")
-    params: Mapping[str, Any] = data.get("params", {})
-    return params
+    said: Mapping[str, Any] = data
+    return said
 
 
 def _metrics(text: str, where: str) -> tuple[Metric, ...]:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from piper_ir.errors import OutputError
 from piper_ir.phases import PHASES, InstrLabel
 from piper_ir.plan import COMPUTE, Plan
-from piper_ir.tools import write_whole
+from piper_ir.tools import named_ranks, write_whole
 from piper_ir.trace import Span, Trace
 from piper_report.idle import makespan
 from piper_report.phases import chunk_numbers, chunks_of, kinds
@@ -52,7 +52,7 @@ class Drawing:
 
 
 def draw_schedule(trace: Trace, path: str | Path, plan: Plan | None = None) -> None:
-    """Write a PNG: rows are ranks, colours are phases, numbers are microbatches.
+    """Write a PNG: rows are ranks (those that are alike in one), colours are phases, numbers are microbatches.
 
     An overlapped pair is a cell of two halves, forward above. The later of a device's chunks (stages) are paler. Grey
     is idle. The plan tells apart the chunks, and I fused with I from I fused with W; without it the latter is assumed.
@@ -117,7 +117,8 @@ def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], lengt
     strengths = _strengths(drawing, work)
     for span, kind in work.items():
         _cell(ax, span, kind, strengths[span], row_of[span.rank], origin, unit, (span.end - span.start) * points)
-    ax.set_yticks(range(len(ranks)), [f"rank {r}" for r in ranks])
+    alike = {same[0]: same for same in drawing.trace.alike}
+    ax.set_yticks(range(len(ranks)), [named_ranks(alike.get(r, (r,))) for r in ranks])
     ax.set_ylim(len(ranks) - 0.45, -0.55)
     ax.set_xlim(0, length * unit.scale)
     ax.tick_params(axis="y", length=0)

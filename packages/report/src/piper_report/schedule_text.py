@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 from piper_ir.phases import PHASES, InstrLabel, Phase
 from piper_ir.plan import COMPUTE, Plan
-from piper_ir.tools import time_text
+from piper_ir.tools import named_ranks, time_text
 from piper_ir.trace import Span, Trace
 from piper_report.idle import makespan
 from piper_report.phases import chunk_numbers, chunks_of, kinds
@@ -28,6 +28,8 @@ TERMINAL = {"F": 75, "B": 214, "R": 220, "I": 36, "W": 175, "pair": 228, "U": 24
 def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False) -> str:
     """Return each rank's compute over time, at most `width` characters wide (default: the terminal's).
 
+    Ranks that the trace says are alike have one line.
+
     Each column is the same time: the common unit of all durations where they have one and it fits, else the time with
     which the step fills the width. It shows the instruction that fills most of it. Where too few microbatches' numbers
     would fit, a column is one letter. The plan tells apart the chunks (stages) of a device, and I fused with I from I
@@ -43,7 +45,9 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
     for s in sorted(work, key=lambda s: (s.start, s.end)):
         by_rank[s.rank].append(s)
     origin, length = min(s.start for s in trace.spans), makespan(trace)
-    indent = len(f"rank {max(by_rank)}") + 2
+    alike = {ranks[0]: ranks for ranks in trace.alike}
+    names = {rank: named_ranks(alike.get(rank, (rank,))) for rank in by_rank}
+    indent = max(map(len, names.values())) + 2
     letters = max(len(marks.label(s)) for s in work)
     for cell in _cell_widths(letters, _unit(work, origin, length), length, width - indent):
         slots, slot = _grid(work, origin, length, (width - indent) // cell)
@@ -56,7 +60,7 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
         cells = [*_cells(row, marks, cell)]
         if colour:
             cells = [_coloured(text, work[span].phase) if span else text for text, span in zip(cells, row, strict=True)]
-        lines.append(f"rank {rank}".ljust(indent) + "".join(cells).rstrip())
+        lines.append(names[rank].ljust(indent) + "".join(cells).rstrip())
     return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width, marks)])
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,8 @@ from pandas import DataFrame
 from piper_ir.codec import encode
 from piper_ir.memory_owners import owners
 from piper_ir.study import Row
-from piper_ir.tools import size_text, time_text
+from piper_ir.study_groups import folded, folded_text
+from piper_ir.tools import ranks_text, size_text, time_text
 from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
 from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, INSIDE, MFU, WAITING, WARM_UP, Table, percent
@@ -45,9 +45,14 @@ class Column:
 
 
 def sheet(name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], notes: tuple[str, ...] = ()) -> Sheet:
-    """Return a sheet of rows of plain values; None is a dash on the page and an empty cell in the file."""
+    """Return a sheet of rows of plain values; None is a dash on the page and an empty cell in the file.
+
+    A column without any value is in the file only.
+    """
     frame = DataFrame([list(r) for r in rows], columns=[c.name for c in columns], dtype=object)
-    texts = tuple(tuple(ABSENT if v is None else c.form(v) for c, v in zip(columns, r, strict=True)) for r in rows[:MOST_ROWS])
+    known = [k for k in range(len(columns)) if any(r[k] is not None for r in rows)]
+    columns = [columns[k] for k in known]
+    texts = tuple(tuple(ABSENT if r[k] is None else columns[n].form(r[k]) for n, k in enumerate(known)) for r in rows[:MOST_ROWS])
     if len(rows) > MOST_ROWS:
         notes = (*notes, f"{MOST_ROWS} of {len(rows)} rows are shown; {name}.csv has all.")
     return Sheet(name, frame, Table(title, tuple(c.title for c in columns), texts, notes))
@@ -98,7 +103,14 @@ def headline(results: Results) -> Sheet:
         columns=["figure", "unit", "predicted", "measured", "error", "note"], dtype=object,
     )  # fmt: skip
     below = tuple(note for note in notes.values() if note is not None)
-    return Sheet("headline", frame, Table("Headline", ("", "predicted", "measured", "error"), text, below))
+    return Sheet("headline", frame, _without_dashes(Table("Headline", ("", "predicted", "measured", "error"), text, below)))
+
+
+def _without_dashes(table: Table) -> Table:
+    """Return a table without columns in which nothing stands."""
+    known = [k for k in range(len(table.columns)) if any(row[k] != ABSENT for row in table.rows)]
+    rows = tuple(tuple(row[k] for k in known) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[k] for k in known), rows=rows)
 
 
 def _used(results: Results, period: float) -> tuple[float | None, float | None]:
@@ -116,7 +128,10 @@ def _worst(gaps: Sequence[RankIdle], name: str) -> float | None:
 
 
 def rank_sheet(results: Results) -> Sheet | None:
-    """Return by rank compute, bubble, exposed communication and peak memory, predicted and measured."""
+    """Return by rank compute, bubble, exposed communication and peak memory, predicted and measured.
+
+    Ranks of one role with the same figures have one row where nothing was measured.
+    """
     before, same = {}, dict[int, int]()
     if results.predicted_trace:
         same = results.predicted_trace.shown_as()
@@ -130,18 +145,29 @@ def rank_sheet(results: Results) -> Sheet | None:
     columns += [Column(f"peak_{w}_bytes", f"peak, {w}", size_text) for w in ("predicted", "measured")]
     columns += [Column("peak_error", "peak, error", signed_percent)]
     rows = []
-    count = Counter(same.values())
     measured = after.keys() | held_by.keys()
     role_of = {rank: role.role for role in results.plan.roles for rank in role.ranks} if results.plan else {}
     for rank in sorted(before.keys() | measured | {r for r in peaks if r not in same}):
-        others = f" (and {count[rank]} alike)" if count[rank] and not measured else ""
-        row: list[Any] = [rank, f"{role_of[rank]}{others}" if rank in role_of else None]
+        row: list[Any] = [rank, role_of.get(rank)]
         for key in ("busy", "global_bubble", "exposed"):
             sides = before.get(same.get(rank, rank)), after.get(rank)
             row += [None if side is None else getattr(side, key) for side in sides]
         row += [peaks.get(rank), held_by.get(rank), error_of(peaks.get(rank), held_by.get(rank))]
         rows.append(row)
+    if not measured:
+        rows = _by_equal_figures(rows, same)
     return sheet("ranks", "By rank", columns, rows) if rows else None
+
+
+def _by_equal_figures(rows: Sequence[Sequence[Any]], same: Mapping[int, int]) -> list[list[Any]]:
+    """Return rows of ranks, those of equal roles and figures in one; ranks of `same` have no row of their own."""
+    others: dict[int, list[int]] = {}
+    for rank, first in same.items():
+        others.setdefault(first, []).append(rank)
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for rank, *figures in rows:
+        groups.setdefault(tuple(figures), []).extend([rank, *others.get(rank, ())])
+    return [[ranks_text(sorted(ranks)), *figures] for figures, ranks in groups.items()]
 
 
 def line_sheet(results: Results) -> Sheet | None:
@@ -149,7 +175,12 @@ def line_sheet(results: Results) -> Sheet | None:
     lines = results.predicted.memory if results.predicted is not None else {}
     total = sum(lines.values())
     columns = [Column("line", "line"), Column("bytes", "size", size_text), Column("share", "share", percent)]
-    rows = [(name.replace("_", " "), b, b / total) for name, b in lines.items() if b]
+    rows: list[tuple[Any, ...]] = [(name.replace("_", " "), b, b / total) for name, b in lines.items() if b]
+    if rows and results.predicted is not None:
+        by_rank = results.predicted.by_rank().values()
+        limit = next((r.limit_bytes for r in by_rank if r.device_bytes == results.predicted.device_bytes), None)
+        rows += [("allocated by torch", results.predicted.peak_bytes, None), ("in all on the device", total, 1.0)]
+        rows += [("what the device has", limit, limit / total)] if limit is not None and total else []
     return sheet("memory_lines", "Memory of the fullest device at its peak, predicted", columns, rows) if rows else None
 
 
@@ -347,5 +378,6 @@ def _trials(results: Results) -> Sheet:
                Column("source", "scored by"), Column("reason", "reason")]  # fmt: skip
     order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", t.period_s or float("inf"), t.number))
     rows = [(t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason) for t in order]
-    notes = dict.fromkeys(f"warning: {note}" for t in order for note in t.notes)
+    equal = [text for group in folded([t for t in order if t.state == "complete"]) if (text := folded_text(group))]
+    notes = dict.fromkeys((*equal, *(f"warning: {note}" for t in order for note in t.notes)))
     return sheet("trials", "All candidates", columns, rows, tuple(notes)[:MOST_NOTES])

@@ -8,7 +8,7 @@ from piper_simulator.cluster.checks import KeyPath
 from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.cluster_file import read_messages
 from piper_simulator.cluster.device import CPU, Device
-from piper_simulator.cluster.named import cpu_local, load_cluster, product_cluster
+from piper_simulator.cluster.named import ALIASES, cpu_local, load_cluster, product_cluster
 from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.contention.demands import Message, demands
@@ -33,6 +33,7 @@ from piper_simulator.times.jitter import Distribution
 from piper_simulator.times.splitting import split
 
 __all__ = [
+    "ALIASES",
     "CPU",
     "Cause",
     "Cluster",

@@ -60,6 +60,7 @@ class Simulation(Brief):
         notes: warnings, see `summary`.
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
         load: of experts, which the times hold for; None for a plan without experts.
+        limit_bytes: the memory of each rank's device; None without a cluster.
         worst_step_s: `step_s` under the worst load of experts, where that is not the one of `step_s`.
     """
 
@@ -83,6 +84,7 @@ class Simulation(Brief):
     _run: _Run = field(repr=False)
     load: ExpertLoad | None = None
     worst_step_s: float | None = None
+    limit_bytes: tuple[int | None, ...] = ()
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield the headline: times, rates, and the memory of the fullest device."""
@@ -278,6 +280,7 @@ def _simulate(
         notes=notes,
         ooms=tuple(run.verdicts(devices, peaks, timed.first)),
         inside_comm_s=inside_seconds(prepared, work),
+        limit_bytes=tuple(devices.limit(k) for k in order),
         _run=run,
     )
 

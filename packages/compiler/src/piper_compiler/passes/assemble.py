@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import piper_ir.plan_pieces  # noqa: F401 - a quicker way to the key of the plans that are made here
 from piper_compiler.request import CompileRequest, Training
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, TableKinds

@@ -44,6 +44,7 @@ class Device:
         kernels: measured kernels, which come before any formula.
         notes: which of these numbers are assumed or not calibrated; every prediction shows it as a warning. It may be
             empty.
+        price_per_hour: dollars for one device and hour; 0 where it is not known.
     """
 
     name: Text
@@ -67,6 +68,7 @@ class Device:
     stack: Stack | None = None
     kernels: tuple[KernelDuration, ...] = ()
     notes: str = field(default="", compare=False)
+    price_per_hour: NotNegative = field(default=0.0, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, f"device {self.name}")

@@ -1,0 +1,112 @@
+"""Score the strategies that differ from one in a single argument, and say what that word would change.
+
+A person who writes a strategy seldom knows all arguments of its directives, and a search tries those of its space only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from piper_autotune.evaluators import Evaluator, Here, Outcome
+from piper_autotune.problem import Programs, TuningProblem, Under
+from piper_autotune.scoring import Scored
+from piper_compiler import Strategy
+from piper_compiler.directives import Directive, partition, replicate
+from piper_ir.program import Program
+from piper_ir.tools import size_text, time_text
+
+FASTER, SMALLER = 0.005, 0.05
+"""The parts of the period, and of the fullest device's bytes, by which a change must be better to be told."""
+SLOWER = 0.01
+"""The part by which the period may be longer where the memory is smaller; more memory does no harm that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneWord:
+    """Say what one word changes.
+
+    Attributes:
+        words: the directive with the argument.
+        before: the prediction without it.
+        after: the prediction with it.
+    """
+
+    words: str
+    before: Scored
+    after: Scored
+
+    @property
+    def period_change(self) -> float:
+        """Return by which part the period grows."""
+        return self.after.period_s / self.before.period_s - 1 if self.before.period_s else 0.0
+
+    @property
+    def step_change(self) -> float:
+        """Return by which part the first step grows."""
+        return self.after.step_s / self.before.step_s - 1 if self.before.step_s else 0.0
+
+    @property
+    def bytes_change(self) -> int:
+        """Return by how many bytes the fullest device holds more."""
+        return self.after.device_bytes - self.before.device_bytes
+
+    @property
+    def helps(self) -> bool:
+        """Return whether to tell it: it is faster and fits, or smaller and hardly slower, or makes the plan fit."""
+        if self.before.reason:
+            return not self.after.reason or self.after.device_bytes < (1 - SMALLER) * self.before.device_bytes
+        faster = self.period_change <= -FASTER
+        smaller = self.bytes_change <= -SMALLER * self.before.device_bytes and self.period_change <= SLOWER
+        return not self.after.reason and (faster or smaller)
+
+    @property
+    def text(self) -> str:
+        """Return a line such as 'partition(at="cost"): 1.1 s per step (-7.6 %), 55 GiB (-5 GiB)'."""
+        fits = "; it fits" if self.before.reason and not self.after.reason else ""
+        sign = "+" if self.bytes_change > 0 else ""
+        return (
+            f"{self.words}: {time_text(self.after.period_s)} per step ({self.period_change * 100:+.1f} %), "
+            f"{size_text(self.after.device_bytes)} on the fullest device ({sign}{size_text(self.bytes_change)}){fits}"
+        )
+
+
+def alternatives(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """Yield the strategies with one other argument, each with its words: stages by cost, shared optimizer states."""
+    items = strategy.directives
+    for k, item in enumerate(items):
+        changed: Directive | None = None
+        if isinstance(item, partition) and item.at == "even" and item.stages > 1:
+            words, changed = 'partition(at="cost")', replace(item, at="cost")
+        elif isinstance(item, replicate) and not any((item.shards.optim, item.shards.grads, item.shards.params)):
+            if strategy.mesh.degree(item.over) > 1:
+                words, changed = "replicate(zero=1)", replace(item, zero=1)
+        if changed is not None:
+            yield words, Strategy(strategy.mesh, (*items[:k], changed, *items[k + 1 :]), params=strategy.params)
+
+
+def score_here(
+    problem: TuningProblem,
+    strategy: Strategy,
+    at_rows: Callable[[int], Program] | None = None,
+    under: Under | None = None,
+    *,
+    engine: bool,
+) -> tuple[OneWord, ...]:
+    """Return what each alternative of a strategy changes, scored in this process; see `one_word` and `tune`."""
+    return one_word(Here(problem, Programs(problem, at_rows, under)), strategy, engine=engine)
+
+
+def one_word(evaluator: Evaluator, strategy: Strategy, *, engine: bool, before: Scored | None = None) -> tuple[OneWord, ...]:
+    """Return what each alternative changes, without those that cannot be compiled; `before` is a score that is known.
+
+    Both sides are scored in the same way: by the event engine, or by the sweep, which knows no contention.
+    """
+    asked = [(words, evaluator.submit(other, engine)) for words, other in alternatives(strategy)]
+    if not asked:
+        return ()
+    own: Outcome = evaluator.result(evaluator.submit(strategy, engine)) if before is None else before
+    found = [(words, evaluator.result(ticket)) for words, ticket in asked]
+    if not isinstance(own, Scored):
+        return ()
+    return tuple(OneWord(words, own, after) for words, after in found if isinstance(after, Scored))
