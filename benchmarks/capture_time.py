@@ -90,7 +90,7 @@ def own_share(run: Callable[[], None]) -> float:
     profile = cProfile.Profile()
     profile.runcall(run)
     spent: dict[bool, float] = {True: 0.0, False: 0.0}
-    for (file, _, _), (_, _, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+    for (file, _, _), (_, _, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]  # it has no types
         spent["piper" in Path(file).parent.as_posix().removeprefix(ROOT.as_posix())] += own
     return spent[True] / (spent[True] + spent[False])
 

