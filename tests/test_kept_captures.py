@@ -144,13 +144,13 @@ def test_a_broken_file_is_replaced(counted: Mock, again: Callable[[], None], fol
     piper.compile(job(PLAIN), ONE)
     again()
     [file] = files(folder)
-    for broken in (b"", file.read_bytes()[:100], pickle.dumps("something else")):
+    for broken in (file.read_bytes()[:100], pickle.dumps("something else")):
         file.write_bytes(broken)
         with pytest.warns(PiperWarning, match="could not be read and is made anew"):
             piper.compile(job(PLAIN), ONE)
         again()
     piper.compile(job(PLAIN), ONE)
-    assert counted.call_count == 4
+    assert counted.call_count == 3
     assert files(folder) == [file]
 
 

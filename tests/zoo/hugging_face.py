@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -81,6 +82,8 @@ def entries() -> Iterator[Entry]:
         ("image", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
     ):
         heads.update({model_type: (kind, name) for model_type, name in names.items()})
+    yield Entry("transformers", "from_pretrained", pretrained, row_of("causal"), own_loss=True)
+    yield Entry("peft", "lora", adapted, row_of("causal"), own_loss=True)
     for model_type in dict.fromkeys([*(t for t in FIRST.split() if t in heads), *heads]):
         kind, name = heads[model_type]
         name = name if isinstance(name, str) else name[0]
@@ -101,6 +104,26 @@ def made(model_type: str, name: str) -> nn.Module:
     model_class: Any = getattr(transformers, name, None) or getattr(module, name)
     model: nn.Module = model_class(config)
     return without_dropout(model.train())
+
+
+def pretrained() -> nn.Module:
+    """Return a Llama that was saved and is read from its folder."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        made("llama", "LlamaForCausalLM").save_pretrained(folder)  # type: ignore[operator]  # a method of transformers
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return model
+
+
+def adapted() -> nn.Module:
+    """Return a Llama whose projections have adapters of low rank, which alone are trained."""
+    import peft
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model: nn.Module = peft.get_peft_model(made("llama", "LlamaForCausalLM"), lora)
+    return model
 
 
 def row_of(kind: str) -> Any:
