@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "zoo"
 RESULTS = HOME / "results.jsonl"
-LIMIT_S = 240
+LIMIT_S = 900
 REPLICATED = 5
 """Of so many models, one is tried on two replicas as well."""
 
