@@ -24,7 +24,7 @@ PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, th
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run check test test-long bench gpu-check gallery mutants clean FORCE
+.PHONY: help install run check test test-long bench gpu-check gallery mutants zoo clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -59,6 +59,9 @@ gallery: $(INSTALLED) ## docs/schedules.md: all schedules drawn, with their numb
 
 mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which check catches each
 	$(PY) -m tests.mutants $(ARGS)
+
+zoo: $(INSTALLED) ## train public models on two stages beside plain PyTorch: the table of docs/models.md (packages, an hour and more)
+	PYTHONPATH=. $(PY) -m tests.zoo.run $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist packages/*/build

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+# No test may take a capture that an earlier run left in the user's cache.
+os.environ["PIPER_CACHE"] = ""
+
 # Ray reads it when it is imported: who joins a cluster that a test has started shows the token that Ray keeps for this user.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+os.environ["PIPER_CACHE"] = ""  # who measures a capture must not get one from a file
 RESAMPLES = 4000
 CONFIDENCE = 0.95
 

@@ -11,12 +11,14 @@ each phase, the most memory that the process took, and facts of the plan. It sim
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+os.environ["PIPER_CACHE"] = ""  # the capture is a phase
 T = TypeVar("T")
 PHASES = ("import", "capture", "compile", "verify", "simulate")
 

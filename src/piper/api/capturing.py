@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from piper.api.kept_captures import forget, kept_folder, kept_or_made
 from piper_compiler import ASKED_FOR
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
@@ -67,6 +68,7 @@ def program_at(captured: Captured, rows: int) -> Program:
     except CaptureError:
         for key in [key for key, kept in _CAPTURES.items() if kept is captured]:
             del _CAPTURES[key]
+        forget(captured, remove=True)
         raise
     return captured.program
 
@@ -108,12 +110,20 @@ def captured_job(job: Job) -> Captured:
         return _capture(job)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
-            _CAPTURES.pop(next(iter(_CAPTURES)))
-        _CAPTURES[key] = _capture(job)
+            forget(_CAPTURES.pop(next(iter(_CAPTURES))))
+        _CAPTURES[key] = kept_or_made(_content_on_disk(job), partial(_capture, job))
     return _CAPTURES[key]
 
 
-def capture_key(job: Job) -> CaptureKey | None:
+def _content_on_disk(job: Job) -> str | None:
+    """Return what a capture in a file depends on: its messages name the user's lines, so these count too."""
+    if kept_folder() is None:
+        return None
+    key = capture_key(job, lines=True)
+    return None if key is None else repr(key)
+
+
+def capture_key(job: Job, lines: bool = False) -> CaptureKey | None:
     """Return what the capture of a job depends on; None where that cannot be told.
 
     The model counts by its function, if that depends on nothing else, such as a file; otherwise it is made, without
@@ -126,12 +136,12 @@ def capture_key(job: Job) -> CaptureKey | None:
     from piper_compiler.capture import built_model, own_replacements
     from piper_ops import own_costs
 
-    loss, costs = content_of(job.loss, own_replacements()), content_of(own_costs(), runs=True)
+    loss, costs = content_of(job.loss, own_replacements(), lines=lines), content_of(own_costs(), runs=True)
     if loss is None or costs is None:
         return None
-    model = content_of(job.model, runs=True)
+    model = content_of(job.model, runs=True, lines=lines)
     if model is None:
-        made = content_of(built_model(job.model))
+        made = content_of(built_model(job.model), lines=lines)
         if made is None:
             return None
         model = f"made {made}"

@@ -58,6 +58,18 @@ class Compiled(Brief):
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is pickled: all but the captured graphs, with the code that a run of the plan needs."""
+        state = dict(vars(self))
+        if self.code is not None:
+            from piper_compiler.capture import StoredCode
+
+            self.code.export([c.code for c in (*self.plan.chunks, *self.plan.variants)], self.plan.rows)
+            state["code"] = StoredCode(*self.code.made)
+        if self.layers is not None:
+            state["layers"] = self.layers.without_graph()
+        return state
+
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield what was compiled, and what its plan says of itself."""
         yield "program", self.program.source

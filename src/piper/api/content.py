@@ -63,13 +63,13 @@ _PYTHONS_OWN = frozenset(
 """The attributes that Python puts into each class."""
 
 
-def content_of(*values: object, runs: bool = False) -> str | None:
+def content_of(*values: object, runs: bool = False, lines: bool = False) -> str | None:
     """Return the content of some values: equal contents mean equal values, unequal ones may do so too.
 
     None says that it is not known: something cannot be looked into, or with `runs`, calling the values may give other
-    results for reasons that lie elsewhere.
+    results for reasons that lie elsewhere. With `lines`, where code stands counts as well.
     """
-    walk = _Walk(runs)
+    walk = _Walk(runs, lines)
     try:
         for value in values:
             walk.add(value)
@@ -82,9 +82,9 @@ def content_of(*values: object, runs: bool = False) -> str | None:
 class _Walk:
     """Visit values and everything that they lead to, breadth first, each object once."""
 
-    def __init__(self, runs: bool) -> None:
+    def __init__(self, runs: bool, lines: bool = False) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
-        self._runs = runs
+        self._runs, self._lines = runs, lines
         self._storages: dict[int, int] = {}
         self._number: dict[tuple[int, bool], int] = {}
         self._objects: list[tuple[Any, Home, bool]] = []  # holds each object, so that no other one gets its id meanwhile
@@ -192,6 +192,8 @@ class _Walk:
 
     def _code(self, code: types.CodeType) -> None:
         self._token("code", code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, code.co_argcount)
+        if self._lines:
+            self._token("lines", code.co_filename, code.co_firstlineno, code.co_linetable)
         self._all("constants", code.co_consts)
 
     def _class(self, kind: type) -> None:
@@ -252,7 +254,7 @@ class _Walk:
         if len(value) > MOST_VALUES:
             raise Unseen
         if isinstance(value, set | frozenset):
-            items = [content_of(item, runs=self._runs) for item in value]
+            items = [content_of(item, runs=self._runs, lines=self._lines) for item in value]
             if None in items:
                 raise Unseen
             self._token(*sorted(filter(None, items)))

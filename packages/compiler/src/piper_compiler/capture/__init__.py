@@ -15,6 +15,7 @@ from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.recompute import POLICIES
 from piper_compiler.capture.replacements import own_replacements, replacement
 from piper_compiler.capture.sharding import with_shardings
+from piper_compiler.capture.stored import StoredCapture, StoredCode, extent, restored, stored
 from piper_compiler.capture.tags import region, tag
 from piper_compiler.capture.variants import with_policies
 
@@ -28,6 +29,8 @@ __all__ = [
     "Layers",
     "POLICIES",
     "StepCode",
+    "StoredCapture",
+    "StoredCode",
     "WorkFacts",
     "built_model",
     "capture",
@@ -35,6 +38,7 @@ __all__ = [
     "check_context",
     "check_rows",
     "compile_step",
+    "extent",
     "flatten_batch",
     "layout_facts",
     "named_tensors",
@@ -42,6 +46,8 @@ __all__ = [
     "own_replacements",
     "region",
     "replacement",
+    "restored",
+    "stored",
     "tag",
     "with_layers",
     "with_policies",

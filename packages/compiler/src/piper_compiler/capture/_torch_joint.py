@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class RawJoint:
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
     """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward where an output requires grad."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, _use_lazy_graph_module(True):  # its Python code is not asked for
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module
     primals: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}

@@ -194,6 +194,11 @@ class CodeStore:
         """Record the ports and steps of this code at two rows and more, affine in rows, as the program has them."""
         self._expected[code] = chunk
 
+    @property
+    def made(self) -> tuple[dict[tuple[str, int], TracedChunk], dict[str, Chunk]]:
+        """Return all steps that were made so far, and the chunks that are expected; both can be pickled."""
+        return dict(self._traced), dict(self._expected)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._recipes)
 

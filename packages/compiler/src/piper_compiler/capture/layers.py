@@ -7,7 +7,7 @@ modules (`chains`), or for modules by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
@@ -33,6 +33,7 @@ class Layers:
         chained: whether most of them read what the one before made.
         modules: id of a module -> the number of its layer; empty where `numbers` says it of each operation.
         numbers: operation -> the number of its layer.
+        visited: whether each run of a module is a layer, where `numbers` was left out with the graph.
     """
 
     names: tuple[str, ...] = ()
@@ -41,6 +42,11 @@ class Layers:
     chained: bool = True
     modules: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     numbers: dict[fx.Node, int] = field(default_factory=dict, repr=False, compare=False)
+    visited: bool = field(default=False, repr=False, compare=False)
+
+    def without_graph(self) -> Layers:
+        """Return what is left without the graph and its modules."""
+        return replace(self, modules={}, numbers={}, visited=bool(self.runs))
 
     def of(self, node: fx.Node, stack: Sequence[nn.Module | None]) -> int | None:
         """Return the layer of an operation, whose modules are `stack`; None where it stands in none."""
@@ -51,7 +57,7 @@ class Layers:
     @property
     def runs(self) -> tuple[str, ...]:
         """Return the names where each run of a module is a layer, and not each entry of a nn.ModuleList."""
-        return self.names if self.numbers else ()
+        return self.names if self.numbers or self.visited else ()
 
     @property
     def text(self) -> str:

@@ -23,7 +23,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.model import named_tensors
 from piper_compiler.capture.tags import outermost_entries
 
-FEWEST = 16
+FEWEST = 4
 """The number of equal layers from which on the check is worth its time."""
 
 

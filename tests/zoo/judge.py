@@ -1,0 +1,105 @@
+"""Compare one model under a plan with plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import piper
+from piper.api.capturing import captured_job
+from piper.api.reference import FLOOR, RunOutcome, reference
+from piper.api.tolerance import STRICT
+from piper_compiler.capture import narrowest
+from piper_ir.errors import PiperError
+from piper_runtime.rank import rng_places
+from tests.zoo.entries import Entry, batch_of, features, mean_square
+
+MICROBATCHES, ROWS, STEPS = 2, 2, 2
+
+
+def tried(entry: Entry, replicas: int) -> dict[str, Any]:
+    """Return what becomes of a model with two stages: the largest error, the refusal, or what else went wrong."""
+    begin = time.process_time()
+    found: dict[str, Any] = {"model": entry.name, "dp": replicas}
+    warnings.simplefilter("ignore")
+    try:
+        entry.make()
+    except Exception as error:  # of whatever kind: the configuration, not Piper, is at fault
+        return {**found, "outcome": "not made", "why": said(error)}
+    try:
+        found |= {"outcome": "equal", "error": error_of(entry, replicas)}
+        if found["error"] > STRICT.value:
+            found["narrow"] = narrow_line(entry, replicas)
+    except PiperError as error:
+        found |= {"outcome": "refused", "why": said(error)}
+    except Exception as error:  # the table says so: none of these should be
+        found |= {"outcome": "failed", "why": f"{type(error).__name__}: {said(error)}"}
+    return {**found, "seconds": round(time.process_time() - begin, 1)}
+
+
+def said(error: BaseException) -> str:
+    """Return the first line of a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
+
+
+def job_of(entry: Entry, replicas: int) -> piper.Job:
+    """Return the job that trains a model; batch statistics are those of the microbatch where Piper has the choice."""
+    rows = MICROBATCHES * ROWS * replicas
+    fields = {f.name for f in dataclasses.fields(piper.Job)}
+    more: dict[str, Any] = {"batch_norm": "microbatch"} if "batch_norm" in fields else {}
+    return piper.Job(
+        entry.make,
+        batch_of(entry, rows),
+        None if entry.own_loss else mean_square,
+        lambda named: torch.optim.SGD([p for _, p in named], lr=1e-3),
+        global_batch=rows,
+        precision=piper.Precision(params="float64"),
+        **more,
+    )
+
+
+def error_of(entry: Entry, replicas: int) -> float:
+    """Return the largest relative difference of a loss, or of a gradient before an update, from plain PyTorch."""
+    job = job_of(entry, replicas)
+    recipe = [*piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES)]
+    if replicas > 1:
+        recipe += piper.recipes.data_parallel()
+    mesh = piper.Mesh(pp=2, dp=replicas) if replicas > 1 else piper.Mesh(pp=2)
+    compiled = piper.compile(job, piper.Strategy(mesh, recipe))
+    run = piper.execute(compiled, steps=STEPS, launcher="inline", memory=False, gradients=True)
+    head = rng_places(compiled.plan.chunks)[compiled.plan.chunks[-1].id]
+    layers = compiled.layers.runs if compiled.layers is not None else ()
+    expected = reference(job, replicas=replicas, microbatches=MICROBATCHES, steps=STEPS, head=head, layers=layers)
+    return largest(RunOutcome.of(run), expected)
+
+
+def largest(outcome: RunOutcome, expected: Any) -> float:
+    """Return the largest error, relative to a tensor's norm and the median of all norms; infinity for one that is missing."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(outcome.losses, expected.losses, strict=True)]
+    for step, wanted in enumerate(expected.gradients):
+        norms = {name: float(torch.linalg.vector_norm(g.double())) for name, g in wanted.items()}
+        typical = statistics.median(norms.values())
+        for name, gradient in wanted.items():
+            got = [steps[step][name] for steps in outcome.gradients.values() if name in steps[step]]
+            allowed = norms[name] + FLOOR * typical
+            off = [float(torch.linalg.vector_norm(g.double() - gradient.double())) for g in got]
+            errors.append(max(off) / allowed if off and allowed else 0.0 if off else float("inf"))
+    return max(errors)
+
+
+def narrow_line(entry: Entry, replicas: int) -> str:
+    """Return the line where the model computes in float32 or less whatever its parameters are, as norms of transformers do."""
+    found = narrowest(captured_job(job_of(entry, replicas)).forward)
+    return "" if found is None else f"{found.dtype} in {found.line}"
+
+
+def warm_up() -> None:
+    """Capture something small, so that processes forked from this one have all imports behind them."""
+    rows, blocks = features(4, 8), [nn.Linear(8, 8) for _ in range(2)]
+    error_of(Entry("torch.nn", "Linear", lambda: nn.Sequential(*blocks), rows), 1)

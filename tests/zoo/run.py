@@ -1,0 +1,147 @@
+"""Install the packages into an environment of their own, try the models, write the table: `python -m tests.zoo.run`.
+
+The environment sees this one's packages, torch among them, and adds what it lacks; no package may bring another torch.
+A model is tried in a process that is forked when its library has been imported, with a time limit. Results are lines of
+JSON, and a model that has one is not tried again, so that a run that is stopped goes on where it was:
+
+    python -m tests.zoo.run                       try what has no result yet, then write docs/models.md
+    python -m tests.zoo.run transformers/gpt2     try these models (patterns are allowed), whether they have one or not
+    python -m tests.zoo.run --table               write the table only
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = ROOT / "build" / "zoo"
+RESULTS = HOME / "results.jsonl"
+LIMIT_S = 900
+REPLICATED = 5
+"""Of so many models, one is tried on two replicas as well."""
+
+PACKAGES = ("transformers", "diffusers", "peft", "timm", "accelerate")
+ALONE = ("torchvision==0.28.*",)
+"""What is installed without what it asks for, which is a torch of another build."""
+LIBRARIES = ("transformers", "torchvision", "timm", "diffusers")
+LISTS = ("hugging_face", "vision", "others")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Install what is missing, then go on in the environment; `--inside` says that this is it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="patterns of LIBRARY/MODEL")
+    parser.add_argument("--table", action="store_true", help="write the table only")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if not options.table:
+        if not options.inside:
+            return subprocess.run(
+                [installed(), "-m", "tests.zoo.run", "--inside", *options.models], cwd=ROOT, env=seen()
+            ).returncode
+        HOME.mkdir(parents=True, exist_ok=True)
+        try_all(options.models)
+    from tests.zoo.table import write_table
+
+    write_table(results(), ROOT / "docs" / "models.md")
+    return 0
+
+
+def installed() -> str:
+    """Return the interpreter of the environment, which is made where it is not there yet."""
+    python = HOME / "venv" / "bin" / "python"
+    done = HOME / "venv" / ".installed"
+    if done.exists():
+        return str(python)
+    venv.create(HOME / "venv", with_pip=True)
+    site = next((HOME / "venv" / "lib").glob("python*/site-packages"))
+    (site / "outer.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    import torch
+
+    held = HOME / "constraints.txt"
+    held.write_text(f"torch=={torch.__version__}\n" + (ROOT / "constraints.txt").read_text())
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-c", str(held), *PACKAGES], check=True)
+    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+    done.touch()
+    return str(python)
+
+
+def seen() -> dict[str, str]:
+    """Return this process's environment, in which Piper is found as it is here, and nothing is asked of the network."""
+    paths = [str(ROOT), *(p for p in sys.path if p)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PIPER_CACHE": "", "OMP_NUM_THREADS": "1"}
+
+
+def results() -> list[dict[str, Any]]:
+    """Return the latest result of each model and number of replicas."""
+    if not RESULTS.exists():
+        return []
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return list({(line["model"], line["dp"]): line for line in lines}.values())
+
+
+def try_all(patterns: list[str]) -> None:
+    """Try the models that match, or those without a result; each result is written when it is there."""
+    from tests.zoo import judge
+
+    judge.warm_up()
+    done = set() if patterns else {(line["model"], line["dp"]) for line in results()}
+    for number, entry in enumerate(listed()):
+        wanted = not patterns or any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
+        for replicas in (1, 2) if number % REPLICATED == 0 else (1,):
+            if wanted and (entry.name, replicas) not in done:
+                line = apart(entry, replicas)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(json.dumps(line), flush=True)
+
+
+def listed() -> Iterator[Any]:
+    """Yield the entries of all lists, taking turns between libraries, so that a run that is stopped has some of each."""
+    each = [import_module(f"tests.zoo.{name}").entries() for name in LISTS]
+    for turn in zip_longest(*each):
+        yield from (entry for entry in turn if entry is not None)
+
+
+def apart(entry: Any, replicas: int) -> dict[str, Any]:
+    """Return what a process of its own says of a model; it is forked, so that libraries are imported once."""
+    from tests.zoo import judge
+    from tests.zoo.vision import prepare
+
+    prepare()
+    if entry.library in LIBRARIES:
+        import_module(entry.library)
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: its.send(judge.tried(entry, replicas)), daemon=False)
+    child.start()
+    its.close()
+    try:
+        if mine.poll(LIMIT_S):
+            line: dict[str, Any] = mine.recv()
+            return line
+        why = f"no result after {LIMIT_S} s"
+    except EOFError:
+        why = "the process ended without a result"
+    finally:
+        child.kill()
+        child.join()
+    return {"model": entry.name, "dp": replicas, "outcome": "failed", "why": why}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

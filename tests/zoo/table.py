@@ -1,0 +1,60 @@
+"""Write the table of tried models into docs/models.md."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- zoo -->", "<!-- end of zoo -->"
+OUTCOMES = ("equal", "differs", "refused", "failed", "not made")
+EQUAL, NARROW = 1e-9, 2e-5
+"""The largest error of a model that is equal, and of one that computes in float32 whatever its parameters are."""
+MOST_OF_A_REASON = 160
+
+
+def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Replace what stands between the two marks of a page."""
+    text = path.read_text()
+    before, rest = text.split(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.split(END)[1]}")
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Return counts, and a row for each model; equal ones first, by library."""
+    tried = [line for line in lines if line["outcome"] != "not made"]
+    models = {line["model"]: line for line in tried if line["dp"] == 1}
+    counts = Counter(outcome(line) for line in models.values())
+    twice = [line for line in tried if line["dp"] > 1]
+    said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
+    head = [
+        f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as well, "
+        f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
+        "",
+        "| model | outcome | largest error, or the reason |",
+        "|---|---|---|",
+    ]
+    ordered = sorted(models.values(), key=lambda line: (OUTCOMES.index(outcome(line)), line["model"]))
+    return "\n".join([*head, *(f"| {line['model']} | {outcome(line)} | {reason(line)} |" for line in ordered)])
+
+
+def outcome(line: dict[str, Any]) -> str:
+    """Return what became of a model; where an error is too large, that it differs."""
+    allowed = NARROW if line.get("narrow") else EQUAL
+    return "differs" if line["outcome"] == "equal" and not line["error"] <= allowed else str(line["outcome"])
+
+
+def reason(line: dict[str, Any]) -> str:
+    """Return the error, with the line that is narrower than float64 where it matters, or why there is none."""
+    if "error" in line:
+        return f"{line['error']:.0e}" + (f", {shortened(line['narrow'])}" if line.get("narrow") else "")
+    return shortened(line["why"])
+
+
+def shortened(message: str) -> str:
+    """Return the beginning of a message, without the paths of a machine."""
+    text = re.sub(r"/\S*/site-packages/|/\S*/(?=tests/|packages/)", "", message).replace("|", "\\|")
+    return text if len(text) <= MOST_OF_A_REASON else text[:MOST_OF_A_REASON].rsplit(" ", 1)[0] + " ..."
