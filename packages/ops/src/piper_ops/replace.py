@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from piper_ops.builder import Builder, unsupported
 from piper_ops.examples import Examples
 from piper_ops.refusals import REFUSALS
-from piper_ops.rewrites import REWRITES, Builder, unsupported
+from piper_ops.rewrites import REWRITES
 
 
 def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lambda _: False) -> None:

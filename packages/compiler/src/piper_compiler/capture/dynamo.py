@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_blocks import attention_modules_traced
 from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
@@ -295,7 +296,7 @@ def _manifest(
 
 
 def _run(recorder: _Recorder, model: nn.Module, loss: Loss, example: Example) -> tuple[Any, ...]:
-    with _torch.own_settings(), torch.enable_grad():
+    with _torch.own_settings(), attention_modules_traced(), torch.enable_grad():
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_blocks import NESTED
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
 from piper_compiler.capture.replacements import WAY_OUT
@@ -34,6 +35,13 @@ LOSS = (
     "A loss is called as loss(output, targets); for a model that computes its loss itself, take it from the output: "
     "`lambda out, _: out.loss`."
 )
+NESTED_BATCHES = (
+    "nn.TransformerEncoder in eval mode without gradients gives 0 at padding if src_key_padding_mask leaves out the end of each "
+    "row, and else what its layers compute there, so that the result depends on values of the mask",
+    "Make it with enable_nested_tensor=False, or put a loss on tokens that are no padding and call it in training mode with "
+    "dropout=0.",
+)
+"""What is refused of an encoder that may take nested tensors, and the way out."""
 
 
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
@@ -58,6 +66,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
     if "fake impl" in text:
         advice = CUSTOM_OP
+    elif NESTED in text:
+        reason, advice = NESTED_BATCHES
     elif "data-dependent" in text and "branching" not in reason:
         reason, advice = "how often it runs, or a size, depends on values of tensors", WAY_OUT
     elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
