@@ -55,18 +55,18 @@ def rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
     if call.mask is not None and call.causal:
         raise build.refuse("attn_mask together with is_causal", "Put the causal part into the mask.")
     if call.dropout or _mask_trained(build, call):
-        return written_out(build, call.tensors, call.mask, call)
+        return written_out(build, call)
     shapes = [build.example(t).shape for t in call.tensors]
     if [len(s) for s in shapes] == [4, 4, 4] and not _broadcast(shapes):
         return _fused(build, call)
     if [len(s) for s in shapes] == [3, 3, 3] and not _broadcast(shapes) and not call.gqa:
         return _one_head(build, call)
-    return written_out(build, call.tensors, call.mask, call)
+    return written_out(build, call)
 
 
 def _mask_trained(build: Builder, call: _Attention) -> bool:
     """Return whether the mask gets a gradient: without one around the call, none is asked for."""
-    return call.mask is not None and bool(build.example(call.mask).requires_grad and build.example(build.old).requires_grad)
+    return call.mask is not None and build.trained and bool(build.example(call.mask).requires_grad)
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> bool:
@@ -100,27 +100,37 @@ def _one_head(build: Builder, call: _Attention) -> fx.Node:
     return build.method("squeeze", out, 2)
 
 
-def written_out(build: Builder, tensors: Sequence[fx.Node], mask: fx.Node | None, call: _Attention) -> fx.Node:
-    """Return softmax(q k^T scale + mask) v, with dropout of the probabilities, as torch computes it on a CPU.
-
-    Like torch it computes in float32 what is given in half precision.
-    """
-    dtype, head_dim = build.example(tensors[0]).dtype, build.example(tensors[0]).shape[-1]
-    inside = accumulate_dtype(dtype)
-    q, k, v = tensors if inside == dtype else [build.method("to", t, inside) for t in tensors]
-    k, v = _repeated(build, q, k, v) if call.gqa else (k, v)
-    scaled = build.call(torch.mul, q, float(head_dim) ** -0.5 if call.scale is None else call.scale)
-    scores = build.call(torch.matmul, scaled, build.method("transpose", k, -2, -1))
+def written_out(build: Builder, call: _Attention) -> fx.Node:
+    """Return softmax(q k^T scale + mask) v, with dropout of the probabilities, as torch computes it on a CPU."""
+    q, k, v = repeated(build, *call.tensors) if call.gqa else call.tensors
+    scores = scores_of(build, q, k, call.scale)
     if call.causal:
-        full = build.method("new_full", scores, tuple(_size(build, scores, d) for d in (-2, -1)), float("-inf"))
+        full = build.method("new_full", scores, tuple(size_of(build, scores, d) for d in (-2, -1)), float("-inf"))
         scores = build.call(torch.add, scores, build.method("triu", full, 1))
-    if mask is not None:
-        scores = build.call(torch.add, scores, _added(build, mask, scores))
-    shares = build.call(torch.softmax if mask is None else torch._safe_softmax, scores, -1)
-    if call.dropout:
-        shares = build.call(F.dropout, shares, call.dropout, True)
-    out = build.call(torch.matmul, shares, v)
-    return out if inside == dtype else build.method("to", out, dtype)
+    if call.mask is not None:
+        scores = build.call(torch.add, scores, _added(build, call.mask, scores))
+    return weighted(build, scores, v, call.dropout, masked=call.mask is not None)
+
+
+def scores_of(build: Builder, q: fx.Node, k: fx.Node, scale: float | None) -> fx.Node:
+    """Return q k^T scale, like torch in float32 for what is given in half precision."""
+    example = build.example(q)
+    inside = accumulate_dtype(example.dtype)
+    if inside != example.dtype:
+        q, k = (build.method("to", t, inside) for t in (q, k))
+    scaled = build.call(torch.mul, q, float(example.shape[-1]) ** -0.5 if scale is None else scale)
+    return build.call(torch.matmul, scaled, build.method("transpose", k, -2, -1))
+
+
+def weighted(build: Builder, scores: fx.Node, v: fx.Node, dropout: float, *, masked: bool) -> fx.Node:
+    """Return softmax(scores) v in the dtype of v, 0 for a query that attends to nothing, which only `masked` ones may do."""
+    shares = build.call(torch._safe_softmax if masked else torch.softmax, scores, -1)
+    if dropout:
+        shares = build.call(F.dropout, shares, dropout, True)
+    inside, dtype = build.example(shares).dtype, build.example(v).dtype
+    if inside == dtype:
+        return build.call(torch.matmul, shares, v)
+    return build.method("to", build.call(torch.matmul, shares, build.method("to", v, inside)), dtype)
 
 
 def _added(build: Builder, mask: fx.Node, scores: fx.Node) -> fx.Node:
@@ -128,19 +138,21 @@ def _added(build: Builder, mask: fx.Node, scores: fx.Node) -> fx.Node:
     example = build.example(mask)
     if example.dtype != torch.bool:
         return build.method("to", mask, build.example(scores).dtype)
-    zeros = build.method("new_zeros", scores, tuple(_size(build, mask, d) for d in range(example.dim())))
+    zeros = build.method("new_zeros", scores, tuple(size_of(build, mask, d) for d in range(example.dim())))
     return build.method("masked_fill", zeros, build.call(torch.logical_not, mask), float("-inf"))
 
 
-def _repeated(build: Builder, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, ...]:
-    """Return keys and values with an entry for each head of queries."""
+def repeated(build: Builder, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return q, and keys and values with an entry for each head of queries."""
     heads, own = (build.example(t).shape[-3] for t in (q, k))
     if heads % own:
         raise build.refuse(f"{heads} query heads are no multiple of {own} key heads", "Give a whole ratio of heads.")
-    return (k, v) if heads == own else tuple(build.method("repeat_interleave", t, heads // own, -3) for t in (k, v))
+    if heads != own:
+        k, v = (build.method("repeat_interleave", t, heads // own, -3) for t in (k, v))
+    return q, k, v
 
 
-def _size(build: Builder, tensor: fx.Node, dim: int) -> Any:
+def size_of(build: Builder, tensor: fx.Node, dim: int) -> Any:
     """Return a size of a tensor: a number, or a node where it depends on the rows."""
     size = build.example(tensor).shape[dim]
     return size if isinstance(size, int) else build.method("size", tensor, dim)

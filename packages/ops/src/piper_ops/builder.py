@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,21 @@ class Builder:
         self.old = old
         self._examples = examples
 
+    @property
+    def trained(self) -> bool:
+        """Return whether the replaced call has a gradient."""
+        return bool(self._first_result().requires_grad)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let example values be computed as those of the replaced call are: fake, and with gradients only if it has one."""
+        with getattr(self._first_result(), "fake_mode", nullcontext()), torch.set_grad_enabled(self.trained):
+            yield
+
+    def _first_result(self) -> Any:
+        example = self.example(self.old)
+        return example[0] if isinstance(example, tuple) else example
+
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a call of `target`; arguments are nodes or constants."""
         return self._finish(self.graph.call_function(target, args), target)
@@ -84,7 +100,7 @@ class Builder:
     def _finish(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
         values = fx.map_arg(node.args, self.example)
         try:
-            with torch.set_grad_enabled(bool(self.example(self.old).requires_grad)):
+            with self.computing():
                 value = self._examples.of(node.target, function, *values)
         except UnsupportedVariant as error:
             raise UnsupportedVariant(f"{error} ({user_line(self.old)})") from error

@@ -10,6 +10,7 @@ from torch import fx
 
 from piper_ops.builder import Builder, unsupported
 from piper_ops.examples import Examples
+from piper_ops.flex_calls import FLEX, rewrite_flex
 from piper_ops.refusals import REFUSALS
 from piper_ops.rewrites import REWRITES
 
@@ -23,7 +24,7 @@ def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lam
     portable form; the graph is then not usable.
     """
     examples = Examples()
-    for module in gm.modules():
+    for module in list(gm.modules()):
         if isinstance(module, fx.GraphModule):
             _replace(module, opaque, examples)
 
@@ -39,6 +40,8 @@ def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Ex
             _drop_disabled_autocast(gm.graph, node)
         elif node.target in REWRITES and not kept:
             _rewrite(gm.graph, node, examples)
+        elif node.target is FLEX and not kept:
+            _rewrite_flex(gm, node, examples)
     gm.graph.lint()
     gm.recompile()
 
@@ -62,6 +65,14 @@ def _rewrite(graph: fx.Graph, node: fx.Node, examples: Examples) -> None:
     graph.erase_node(node)
     if _dtype(result) != _dtype(node):
         _refresh(result, examples)
+
+
+def _rewrite_flex(gm: fx.GraphModule, node: fx.Node, examples: Examples) -> None:
+    with gm.graph.inserting_before(node):
+        made = rewrite_flex(Builder(gm.graph, node, examples), gm)
+    for result in made:
+        _refresh(result, examples)
+    gm.delete_all_unused_submodules()
 
 
 def _refresh(wider: fx.Node, examples: Examples) -> None:

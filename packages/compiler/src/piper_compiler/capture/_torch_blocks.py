@@ -6,6 +6,7 @@ take fused kernels of inference. Both compute what the Python code of the same m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules import transformer
 
 from piper_compiler.capture._torch import in_place
 
+flex = sys.modules[flex_attention.__module__]  # torch.nn.attention has a function of this name
 NESTED = "nn.TransformerEncoder over nested tensors"
 """The text by which a capture tells that a model would take nested tensors."""
 
@@ -33,6 +36,7 @@ def attention_modules_traced() -> Iterator[None]:
         with (
             in_place(transformer, {"_detect_is_causal_mask": _as_said}),
             in_place(F, {"_check_key_padding_mask": _check_padding, "_none_or_dtype": _no_dtype}),
+            in_place(flex, {"_validate_device": _any_device, "_transpose_ordered": _not_transposed}),
             in_place(nn.TransformerEncoder, {"forward": _forward if fused else _ENCODE}),
         ):
             yield
@@ -52,6 +56,15 @@ def _as_said(mask: Tensor | None, is_causal: bool | None = None, size: int | Non
 
 def _no_dtype(mask: Tensor | None) -> None:
     """Return no dtype to compare masks with: where two differ, torch only warns."""
+
+
+def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Accept tensors of a CPU with gradients: flex_attention is captured, and none of its kernels is asked for."""
+
+
+def _not_transposed(num_blocks: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the blocks of a block mask, which nothing reads, without the transforms that sort them by keys."""
+    return num_blocks, indices
 
 
 def _check_padding(key_padding_mask: Tensor, src_len: int, bsz: int) -> None:

@@ -15,7 +15,7 @@ from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
 from piper_compiler.capture.replacements import WAY_OUT
 from piper_ir.errors import CaptureError
-from piper_ops import REFUSALS, is_model_code
+from piper_ops import is_model_code
 
 FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]+))\(.*: got (\w+)\((['\"])(.*)\4\)", re.DOTALL)
 """A pattern for Dynamo's text of an operation that fails: the function or method, then class and text of the error."""
@@ -42,6 +42,7 @@ NESTED_BATCHES = (
     "dropout=0.",
 )
 """What is refused of an encoder that may take nested tensors, and the way out."""
+BLOCK_MASK = "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
 
 
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
@@ -68,10 +69,10 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = CUSTOM_OP
     elif NESTED in text:
         reason, advice = NESTED_BATCHES
+    elif any("flex_attention" in f.filename and f.name == "create_mask" for f in frames):
+        reason, advice = "a block mask is made in forward", BLOCK_MASK
     elif "data-dependent" in text and "branching" not in reason:
         reason, advice = "how often it runs, or a size, depends on values of tensors", WAY_OUT
-    elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
-        advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif names_device(text):
         advice = f"{DEVICES}."
     elif DTYPES_DIFFER.search(reason):
