@@ -43,9 +43,8 @@ class Refusal:
 
 
 _ATTENTION_BLOCK = Refusal(
-    "the fused attention block takes another kernel on every device",
-    "Run it by autograd as it is, inside `with piper.region(opaque=True):`, or write the projections as nn.Linear and call "
-    "F.scaled_dot_product_attention between them.",
+    "the fused attention of inference is another kernel on every device, and has no gradient",
+    "Call nn.MultiheadAttention, which is captured as it is, or F.scaled_dot_product_attention.",
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",

@@ -42,7 +42,9 @@ NESTED_BATCHES = (
     "dropout=0.",
 )
 """What is refused of an encoder that may take nested tensors, and the way out."""
-BLOCK_MASK = "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
+BLOCK_MASK = (
+    "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
+)
 
 
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
@@ -69,7 +71,7 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = CUSTOM_OP
     elif NESTED in text:
         reason, advice = NESTED_BATCHES
-    elif any("flex_attention" in f.filename and f.name == "create_mask" for f in frames):
+    elif any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames):
         reason, advice = "a block mask is made in forward", BLOCK_MASK
     elif "data-dependent" in text and "branching" not in reason:
         reason, advice = "how often it runs, or a size, depends on values of tensors", WAY_OUT
