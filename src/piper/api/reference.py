@@ -98,11 +98,11 @@ def _flex_attention_trained() -> Iterator[None]:
     if refuse is None:
         yield
         return
-    setattr(module, "_validate_device", lambda *_: None)
+    module._validate_device = lambda *_: None
     try:
         yield
     finally:
-        setattr(module, "_validate_device", refuse)
+        module._validate_device = refuse
 
 
 class _Trainer:

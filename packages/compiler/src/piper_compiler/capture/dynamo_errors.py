@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from traceback import FrameSummary
 
-import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
