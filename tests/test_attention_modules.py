@@ -203,8 +203,8 @@ def test_negative_control_attention_without_its_dropout_is_seen(monkeypatch: pyt
 def test_kernels_of_written_out_attention_have_formulas() -> None:
     """Two products with T x T numbers are in F, each of 2 B H T T D FLOPs, and four in the backward; nothing is guessed."""
     compiled = piper.compile(job(parts(lambda part, q, k, v: attend(q, k, v, dropout_p=0.2))), piper.Strategy(piper.Mesh()))
-    layer = next(c for c in compiled.program.chunks if c.id == "layer0")
-    listed = {step: [k for k in signature.cost.kernels for _ in range(k.count)] for step, signature in layer.bind(ROWS).steps.items()}
+    layer = next(c for c in compiled.program.chunks if c.id == "layer0").bind(ROWS)
+    listed = {step: [k for k in made.cost.kernels for _ in range(k.count)] for step, made in layer.steps.items()}
     assert all(k.formula for kernels in listed.values() for k in kernels)
     each = 2 * ROWS * HEADS * LENGTH * LENGTH * WIDTH // HEADS
     found = {step: [k.flops for k in kernels if k.op == "bmm"] for step, kernels in listed.items()}

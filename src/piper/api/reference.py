@@ -93,7 +93,7 @@ def reference(
 @contextmanager
 def _flex_attention_trained() -> Iterator[None]:
     """Let flex_attention compute gradients on a CPU: torch has them written out, and refuses to give them."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
     refuse = getattr(module, "_validate_device", None)
     if refuse is None:
         yield

@@ -45,7 +45,9 @@ class _Attention:
 def rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
     """Return the node that computes what a call of F.scaled_dot_product_attention computes."""
     call = _Attention(
-        *(bound[name] for name in ("query", "key", "value")),
+        bound["query"],
+        bound["key"],
+        bound["value"],
         mask=bound.get("attn_mask"),
         dropout=constant(build, bound, "dropout_p", 0.0),
         causal=constant(build, bound, "is_causal", False),

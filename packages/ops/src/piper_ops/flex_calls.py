@@ -37,7 +37,7 @@ _PLAIN = frozenset((aten._to_copy, aten.detach, aten.alias, aten.clone, aten.lif
 def rewrite_flex(build: Builder, owner: fx.GraphModule) -> list[fx.Node]:
     """Put what a call of flex_attention computes in the place of its results, in the graph of `owner`; return it."""
     node = build.old
-    results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    results: dict[Any, fx.Node] = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     if len(results) != len(node.users) or (2 in results and results[2].users):
         raise build.refuse("its largest scores are asked for", "Ask for `out` and `lse` only.")
     asked = {index: result for index, result in results.items() if result.users}
@@ -110,7 +110,7 @@ class _Places:
         graph = _graph(self._owner, function)
         given = graph.find_nodes(op="placeholder")
         places = given[len(first) : len(first) + 4]
-        env = dict(zip(given, first, strict=False))
+        env: dict[fx.Node, Any] = dict(zip(given, first, strict=False))
         env |= {node: self._place(dim) for dim, node in enumerate(places) if node.users}
         env |= zip(given[len(first) + 4 :], tensors, strict=True)
         varies = {*given[: len(first)], *places}
@@ -120,7 +120,8 @@ class _Places:
             if varies.intersection(node.all_input_nodes) and node.target not in _MAKES:
                 varies.add(node)
             env[node] = self._copied(node, env, varies)
-        return env[_result(graph)]
+        result: fx.Node = env[_result(graph)]
+        return result
 
     def _place(self, dim: int) -> fx.Node:
         """Return the numbers of rows, heads, queries or keys, along their dimension of [rows, heads, queries, keys]."""
