@@ -27,10 +27,10 @@ class GPTConfig:
         vocab: Number of tokens.
         length: Tokens of a row, which are also the learned positions.
         tied: Whether embedding and head are one parameter.
-        attention: "fused" keeps no matrix of tokens x tokens where a device has such a kernel. "math" writes attention out
-            with matmul, softmax and dropout, as stacks did before there were such kernels, and keeps what these keep.
-        dropout: The share of attention's probabilities, of what each part adds to the tokens, and of the embedding that is
-            set to 0. With it, "fused" is written out as well, in float32.
+        attention: "fused" keeps no matrix of tokens x tokens where a device has such a kernel. "math" writes attention
+            out with matmul, softmax and dropout, as stacks did before such kernels, and keeps what these keep.
+        dropout: The share of attention's probabilities, of what each part adds to the tokens, and of the embedding that
+            is set to 0. With it, "fused" is written out as well, in float32.
     """
 
     layers: int

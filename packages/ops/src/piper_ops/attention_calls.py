@@ -1,9 +1,9 @@
 """Rewrite calls of F.scaled_dot_product_attention: into piper::attention, or written out with matmul and softmax.
 
-Written out are calls that no kernel computes alike on every device: with dropout inside, whose mask each kernel draws in
-another way, with a mask that gets a gradient, and with tensors that are broadcast against each other. The probabilities
-[..., T_q, T_k] are then kept for the backward. Dropout draws what `F.dropout` draws of them, as torch's own attention
-does on a CPU.
+Written out are calls that no kernel computes alike on every device: with dropout inside, whose mask each kernel draws
+in another way, with a mask that gets a gradient, and with tensors that are broadcast against each other. The
+probabilities [..., T_q, T_k] are then kept for the backward. Dropout draws what `F.dropout` draws of them, as torch's
+own attention does on a CPU.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def scores_of(build: Builder, q: fx.Node, k: fx.Node, scale: float | None) -> fx
 
 
 def weighted(build: Builder, scores: fx.Node, v: fx.Node, dropout: float, *, masked: bool) -> fx.Node:
-    """Return softmax(scores) v in the dtype of v, 0 for a query that attends to nothing, which only `masked` ones may do."""
+    """Return softmax(scores) v in the dtype of v; where `masked`, 0 for a query that attends to nothing."""
     shares = build.call(torch._safe_softmax if masked else torch.softmax, scores, -1)
     if dropout:
         shares = build.call(F.dropout, shares, dropout, True)

@@ -40,7 +40,7 @@ NESTED_BATCHES = (
     "Make it with enable_nested_tensor=False, or put a loss on tokens that are no padding and call it in training mode with "
     "dropout=0.",
 )
-"""What is refused of an encoder that may take nested tensors, and the way out."""
+"""The reason and the way out for an encoder that may take nested tensors."""
 BLOCK_MASK = (
     "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
 )

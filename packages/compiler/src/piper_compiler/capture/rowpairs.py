@@ -13,7 +13,7 @@ from piper_ops import attention as ATTENTION
 
 
 def compares_rows(nodes: Iterable[fx.Node]) -> CaptureError | None:
-    """Return the user's error for the first operation whose result or work grows faster than the rows; None without one."""
+    """Return the user's error for the first operation that grows faster than the rows; None without one."""
     node = next((n for n in nodes if _attends(n) or any(_outgrows(n, k) for k in range(len(tensors_of(n))))), None)
     if node is None:
         return None
