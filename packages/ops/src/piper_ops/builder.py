@@ -61,7 +61,7 @@ class Builder:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let example values be computed as those of the replaced call are: fake, and with gradients only if it has one."""
+        """Let example values be computed as that of the replaced call: fake, and with gradients only if it has one."""
         with getattr(self._first_result(), "fake_mode", nullcontext()), torch.set_grad_enabled(self.trained):
             yield
 
