@@ -400,7 +400,7 @@ class InPlaceRegion(nn.Module):
 
 
 class OpaqueBlock(nn.Module):
-    """nn.MultiheadAttention, which has no portable form, and a slice assignment, in an opaque region between other operations."""
+    """nn.MultiheadAttention and a slice assignment, in an opaque region between other operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -166,6 +166,39 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("width", "heads"), [(6_144, 64), (12_288, 96)], ids=["22B", "175B"])
+def test_attention_written_out_saves_what_was_published(width: int, heads: int) -> None:
+    """s b h (34 + 5 a s / h) bytes per layer: Korthikanti et al., arXiv 2205.05198, equation 2 and table 3."""
+    length, config = 2_048, models.GPTConfig(layers=1, width=width, heads=heads, vocab=64, attention="math", dropout=0.1)
+    saved = {att: bytes_saved(replace(config, attention=att, dropout=p)) for att, p in (("math", 0.1), ("fused", 0.0))}
+    published = length * width * (34 + 5 * heads * length / width)
+    assert saved["math"] == pytest.approx(published, rel=0.01)
+    assert saved["fused"] < 0.5 * published  # negative control: without masks and T x T numbers it is far from that
+
+
+def bytes_saved(config: models.GPTConfig) -> int:
+    """The bytes of one row that live from F of a layer to its backward, its input among them; nothing is allocated."""
+    work = models.job(config, global_batch=2)
+    program = piper.compile(work, piper.Strategy(piper.Mesh())).program
+    layer = next(c for c in program.chunks if c.id == "layer0")
+    read = {port for step in ("I", "W") for port in layer.steps[step].reads}
+    values = {f"in{k}" for k, given in enumerate(layer.inputs) if given.kind == "value"}
+    return sum(bind(spec.nbytes, 1) for name, spec in layer.ports.items() if name.startswith("saved") or name in values & read)
+
+
+def test_dropout_and_attention_written_out_train_what_one_device_trains() -> None:
+    config = replace(SMALL["gpt"], layers=2, attention="math", dropout=0.2)
+    work = models.job(config, global_batch=8, precision="float64")
+    strategy = piper.Strategy(
+        piper.Mesh(pp=2, dp=2), (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel())
+    )
+    run = piper.execute(piper.compile(work, strategy), steps=parity.STEPS, launcher="inline", gradients=True)
+    parity.assert_parity(run, parity.reference(work, replicas=2, microbatches=2))
+    other = models.job(replace(config, dropout=0.0), global_batch=8, precision="float64")
+    with pytest.raises(AssertionError):
+        parity.assert_parity(run, parity.reference(other, replicas=2, microbatches=2))
+
+
 def test_rows_never_compete_for_an_expert() -> None:
     experts = Experts(SMALL["moe"]).double()  # type: ignore[arg-type]  # the MoEConfig among them
     x = torch.randn(4, 8, 16, dtype=torch.float64)
@@ -179,6 +212,8 @@ def test_rows_never_compete_for_an_expert() -> None:
         (lambda: models.job(7, global_batch=1), "a preset's name or a GPTConfig"),
         (lambda: models.GPTConfig(layers=0, width=8, heads=2), "layers=0"),
         (lambda: models.GPTConfig(layers=1, width=9, heads=2), "width=9.*multiple of heads=2"),
+        (lambda: replace(SMALL["gpt"], attention="flash"), "attention='flash'.*'fused' or 'math'"),
+        (lambda: replace(SMALL["gpt"], dropout=1.0), "dropout=1.0.*below 1"),
         (lambda: replace(SMALL["llama"], kv_heads=3), "heads=4.*multiple of kv_heads=3"),
         (lambda: replace(SMALL["llama"], head_dim=5), "heads of 5 elements"),
         (lambda: replace(SMALL["moe"], top_k=5), "top_k=5.*there are 4 experts"),

@@ -123,6 +123,7 @@ REDUCTIONS = cases({
     "mode": (aten.mode, lambda d: (d.i("ab", 3), 1), "=- -> = ="),
     "kthvalue": (aten.kthvalue, lambda d: (d.f("ab"), 2, 0), "-= -> = ="),
     "softmax": (aten._softmax, lambda d: (d.f("abc"), -1, False), "==- -> ==-"),
+    "softmax of rows that may be masked": (aten._safe_softmax, lambda d: (d.f("abc"), 1), "=-= -> =-="),
     "softmax of a number": (aten._softmax, lambda d: (d.f(""), 0, False), ". -> ."),
     "log_softmax": (aten._log_softmax, lambda d: (d.f("ab"), 0, False), "-= -> -="),
     "softmax gradient": (aten._softmax_backward_data, lambda d: (d.f("ab"), d.p("ab"), -1, torch.float64), "=- =- -> =-"),

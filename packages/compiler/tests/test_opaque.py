@@ -230,21 +230,6 @@ def test_source_reaches_another_process_as_text() -> None:
     assert tuple(out.shape) == chunk.outputs[0].spec.shape and handle.numel() == 0
 
 
-def test_the_case_is_one_that_needs_it() -> None:
-    """Negative control: its attention without opaque=True is refused."""
-
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.gelu(self.attention(x, x, x, need_weights=False)[0])
-
-    with pytest.raises(CaptureError, match="multi_head_attention_forward"):
-        program(Bare)
-
-
 def test_questions_about_a_tensor_are_no_kernels() -> None:
     """Each kernel of a region takes a launch in predictions."""
     forward = captured("opaque").bind(2).chunk("layer0_opaque1").steps["F"]

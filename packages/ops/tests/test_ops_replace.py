@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import piper_ops
 from piper_ops import UnsupportedVariant, replace_portable
@@ -80,6 +82,123 @@ REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ..
         lambda: (x(), TARGET),
     ),
 }
+
+
+def split(a: Tensor) -> Tensor:
+    return a.unflatten(2, (4, 4)).transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def flex_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses gradients of flex_attention on a CPU, in eager mode and in what it traces."""
+    monkeypatch.setattr(sys.modules["torch.nn.attention.flex_attention"], "_validate_device", lambda *_: None)
+
+
+sdpa = F.scaled_dot_product_attention
+EVERY_OTHER = torch.arange(64).view(8, 8) % 3 > 0
+NOTHING_SEEN = EVERY_OTHER & (torch.arange(8) != 2)[:, None]  # the third query attends to nothing
+WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]] = {
+    "dropout": (lambda q, k, v: sdpa(q, k, v, dropout_p=0.4), lambda: (heads(), heads(), heads())),
+    "dropout causal scaled": (
+        lambda q, k, v: sdpa(q, k, v, dropout_p=0.4, is_causal=True, scale=0.7),
+        lambda: (heads(), heads(), heads()),
+    ),
+    "dropout masked grouped": (
+        lambda q, k, v: sdpa(q, k, v, NOTHING_SEEN, 0.4, enable_gqa=True),
+        lambda: (heads(), heads(2), heads(2)),
+    ),
+    "learned bias": (sdpa, lambda: (heads(), heads(), heads(), torch.randn(4, 8, 8, dtype=f64, requires_grad=True))),
+    "keys of one row": (sdpa, lambda: (heads(), *(torch.randn(1, 4, 3, 16, dtype=f64, requires_grad=True) for _ in "kv"))),
+    "of two dimensions": (sdpa, lambda: tuple(torch.randn(8, 16, dtype=f64, requires_grad=True) for _ in range(3))),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_attention_written_out_equals_eager_with_the_same_dropout(name: str, capture: Any) -> None:
+    fn, inputs = WRITTEN[name]
+    args = inputs()
+    for a in args if name == "keys of one row" else ():
+        if a.shape[0] == 2:
+            torch._dynamo.mark_dynamic(a, 0)  # rows, which are a symbol
+    gm, graph_inputs = capture(fn, *args)
+    replace_portable(gm)
+    assert ops(gm) == []
+    given = [2 if isinstance(i, (int, torch.SymInt)) else i for i in graph_inputs]
+    eager, ours = (seeded(call) for call in (lambda: fn(*args), lambda: gm(*given)[0]))
+    tangent = torch.randn(eager.shape, dtype=f64)
+    grads = [torch.autograd.grad(out, args, tangent) for out in (ours, eager)]
+    assert max(float((a - b).detach().abs().max()) for a, b in zip((ours, *grads[0]), (eager, *grads[1]))) < TOLERANCE
+    if name.startswith("dropout"):
+        assert float((seeded(lambda: gm(*given)[0], 7) - eager).detach().abs().max()) > 0.01
+
+
+def seeded(call: Callable[[], Tensor], seed: int = 3) -> Tensor:
+    torch.manual_seed(seed)
+    return call()
+
+
+def test_attention_of_three_dimensions_is_one_operation(capture: Any) -> None:
+    q, k, v = (torch.randn(2, 8, 16, dtype=f64, requires_grad=True) for _ in range(3))
+    gm, inputs = capture(lambda q, k, v: sdpa(q, k, v, EVERY_OTHER[None].expand(2, 8, 8)), q, k, v)
+    replace_portable(gm)
+    assert ops(gm) == ["attention"]
+    torch.testing.assert_close(gm(*inputs)[0], sdpa(q, k, v, EVERY_OTHER), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_half_precision_is_computed_in_float32_inside(capture: Any) -> None:
+    q, k, v = (t.bfloat16() for t in (heads(), heads(), heads()))
+    gm, inputs = capture(lambda q, k, v: sdpa(q, k, v, dropout_p=0.4), q, k, v)
+    replace_portable(gm)
+    ours = seeded(lambda: gm(*inputs)[0])
+    assert ours.dtype == torch.bfloat16 and torch.equal(ours, seeded(lambda: sdpa(q, k, v, dropout_p=0.4)))
+
+
+BLOCKS = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, 8, 8, device="cpu")
+SLOPES = torch.linspace(0.1, 0.9, 4, dtype=f64)
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, block_mask=BLOCKS, enable_gqa=True)  # type: ignore[return-value]  # one result is asked for
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(b % 2 == 0, 5 * torch.tanh((score + SLOPES[h] * (j - i)) / 5), score)
+
+    out, lse = flex_attention(q, k, v, score_mod=change, block_mask=BLOCKS, return_lse=True)
+    return out * torch.sigmoid(lse)[..., None]
+
+
+def sunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    place = torch.arange(8)
+    distance, rows = place[:, None] - place, torch.arange(2).view(2, 1, 1, 1)
+    scores = q @ k.mT * 0.25
+    scores = torch.where(rows == 0, 5 * torch.tanh((scores - SLOPES.view(4, 1, 1) * distance) / 5), scores)
+    scores = scores.masked_fill(~((distance >= 0) & (distance < 3)), float("-inf"))
+    return scores.softmax(-1) @ v * torch.sigmoid(scores.logsumexp(-1))[..., None]
+
+
+WINDOW = (torch.arange(8)[:, None] - torch.arange(8) < 3) & MASK
+
+
+@pytest.mark.parametrize(
+    "fn, same, kv, found",
+    [
+        (windowed, lambda q, k, v: sdpa(q, k, v, WINDOW, enable_gqa=True), 2, ["attention"]),
+        (capped, sunk, 4, []),
+        (lambda q, k, v: flex_attention(q, k, v, scale=0.3), lambda q, k, v: sdpa(q, k, v, scale=0.3), 4, ["attention"]),
+    ],
+    ids=["block mask", "scores and statistics", "plain"],
+)
+def test_flex_attention_equals_what_it_means(fn: Any, same: Any, kv: int, found: list[str], capture: Any) -> None:
+    args = heads(), heads(kv), heads(kv)
+    gm, inputs = capture(fn, *args)
+    replace_portable(gm)
+    assert ops(gm) == found
+    ours, eager = gm(*inputs)[0], same(*args)
+    tangent = torch.randn(eager.shape, dtype=f64)
+    grads = [torch.autograd.grad(out, args, tangent) for out in (ours, eager)]
+    assert max(float((a - b).detach().abs().max()) for a, b in zip((ours, *grads[0]), (eager, *grads[1]))) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -191,26 +310,27 @@ def lstm(a: Tensor) -> Tensor:
     return out
 
 
+TABLE = torch.linspace(0, 1, 32, dtype=f64).view(4, 8)
 LSTM = nn.LSTM(16, 16, dtype=f64)
 MHA = nn.MultiheadAttention(16, 4, batch_first=True, dtype=f64)
 LINEAR = nn.Linear(16, 16, dtype=f64)
 ROWS = TARGET.clamp(0)
 
 REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "attention dropout": (
-        lambda a: F.scaled_dot_product_attention(*[a.unflatten(2, (4, 4)).transpose(1, 2)] * 3, dropout_p=0.1),
-        "scaled_dot_product_attention: dropout_p=0.1",
-        "Write this attention out",
+    "attention with a mask that is causal, too": (
+        lambda a: F.scaled_dot_product_attention(*[split(a)] * 3, attn_mask=MASK, is_causal=True),
+        "attn_mask together with is_causal",
+        "Put the causal part into the mask",
     ),
-    "attention of 3 dimensions": (
-        lambda a: F.scaled_dot_product_attention(a, a, a),
-        r"scaled_dot_product_attention: .*\[3, 3, 3\] dimensions",
-        r"\[batch, heads, T, head_dim\]",
+    "flex_attention that looks up a row of a table": (
+        lambda a: flex_attention(*[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + TABLE[h][j]),
+        "flex_attention: getitem in its score_mod or mask_mod",
+        r"table\[b, q_idx\]",
     ),
-    "attention with a learned bias": (
-        lambda a: F.scaled_dot_product_attention(*[a.unflatten(2, (4, 4)).transpose(1, 2)] * 3, attn_mask=(a[0] @ a[0].mT)),
-        "attn_mask requires a gradient",
-        r"region\(opaque=True\)",
+    "flex_attention with a sum": (
+        lambda a: flex_attention(*[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + score.sum()),
+        "flex_attention: sum in its score_mod or mask_mod",
+        "element-wise operations",
     ),
     "norm of two dtypes": (
         lambda a: F.layer_norm(a.bfloat16(), (16,), torch.ones(16)),
@@ -237,10 +357,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "cross_entropy: the legacy arguments",
         "reduction='mean'",
     ),
-    "nn.MultiheadAttention": (
-        lambda a: MHA(a, a, a, need_weights=False)[0],
-        "multi_head_attention_forward: ",
-        "F.scaled_dot_product_attention",
+    "fused attention of inference": (
+        lambda a: torch._native_multi_head_attention(a, a, a, 16, 4, *(p.detach() for p in MHA.parameters()))[0] * a,
+        "_native_multi_head_attention: ",
+        "nn.MultiheadAttention",
     ),
     "nn.LSTM": (lstm, "lstm: fused recurrent", r"region\(opaque=True\)"),
     "batch norm in training": (nn.BatchNorm1d(8, dtype=f64), "batch_norm: batch statistics", "LayerNorm"),

@@ -7,7 +7,9 @@ restated here from their written rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import median
@@ -76,7 +78,7 @@ def reference(
     `head` is the seed's place for random operations after the last layer, and `layers` has the names of the modules
     that are the layers, one for each run, where they are others than the entries of nn.ModuleLists.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _flex_attention_trained():
         torch.manual_seed(job.seed)
         trainer = _Trainer(job, replicas, microbatches, head, layers)
         results = [trainer.step(step) for step in range(steps)]
@@ -86,6 +88,21 @@ def reference(
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     return Reference(losses, gradients, named, buffers, state, trainer.random.places)
+
+
+@contextmanager
+def _flex_attention_trained() -> Iterator[None]:
+    """Let flex_attention compute gradients on a CPU: torch has them written out, and refuses to give them."""
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    refuse = getattr(module, "_validate_device", None)
+    if refuse is None:
+        yield
+        return
+    module._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        module._validate_device = refuse
 
 
 class _Trainer:

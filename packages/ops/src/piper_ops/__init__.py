@@ -8,6 +8,7 @@ of steps. Other packages import what they need from here.
 from piper_ops.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
 from piper_ops.batch_norm import BatchNorm
 from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
+from piper_ops.builder import user_line
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
@@ -39,7 +40,6 @@ from piper_ops.opaque import Returned, backward_step, forward_step, storage_key
 from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
-from piper_ops.rewrites import user_line
 from piper_ops.rounds import (
     PLACED,
     ROUNDS,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from piper_ops.rewrites import Bound, Builder, constant, user_line
+from piper_ops.builder import Bound, Builder, constant, user_line
 
 BATCH_NORMS: Mapping[object, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),

@@ -43,14 +43,8 @@ class Refusal:
 
 
 _ATTENTION_BLOCK = Refusal(
-    "the fused attention block takes another kernel on every device",
-    "Run it by autograd as it is, inside `with piper.region(opaque=True):`, or write the projections as nn.Linear and call "
-    "F.scaled_dot_product_attention between them.",
-)
-_FLEX = Refusal(
-    "flex_attention is compiled for one device",
-    "Call F.scaled_dot_product_attention with the same mask as attn_mask; where it changes scores, write it out with matmul and "
-    "softmax.",
+    "the fused attention of inference is another kernel on every device, and has no gradient",
+    "Call nn.MultiheadAttention, which is captured as it is, or F.scaled_dot_product_attention.",
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
@@ -102,7 +96,6 @@ REFUSALS: Mapping[object, Refusal] = {
     F.multi_head_attention_forward: _ATTENTION_BLOCK,
     torch._native_multi_head_attention: _ATTENTION_BLOCK,
     torch._transformer_encoder_layer_fwd: _ATTENTION_BLOCK,
-    torch.ops.higher_order.flex_attention: _FLEX,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell), _RNN),
     F.batch_norm: _BATCH_NORM,
     torch.batch_norm: _TORCH_BATCH_NORM,

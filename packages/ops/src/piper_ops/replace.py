@@ -9,9 +9,11 @@ import torch
 from torch import fx
 
 from piper_ops.batch_norm import BATCH_NORMS, BatchNorm, described, rewrite_batch_norm, uses_batch
+from piper_ops.builder import Bound, Builder, unsupported
 from piper_ops.examples import Examples
+from piper_ops.flex_calls import FLEX, rewrite_flex
 from piper_ops.refusals import REFUSALS
-from piper_ops.rewrites import REWRITES, Bound, Builder, Rewrite, unsupported
+from piper_ops.rewrites import REWRITES, Rewrite
 
 
 def replace_portable(
@@ -26,7 +28,7 @@ def replace_portable(
     usable.
     """
     examples, found = Examples(), list[BatchNorm]()
-    for module in gm.modules():
+    for module in list(gm.modules()):
         if isinstance(module, fx.GraphModule):
             if statistics:
                 found += _batch_norms(module, opaque, examples)
@@ -58,6 +60,8 @@ def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Ex
             _drop_disabled_autocast(gm.graph, node)
         elif node.target in REWRITES and not kept:
             _rewrite(gm.graph, node, examples)
+        elif node.target is FLEX and not kept:
+            _rewrite_flex(gm, node, examples)
     gm.graph.lint()
     gm.recompile()
 
@@ -86,6 +90,14 @@ def _put(graph: fx.Graph, node: fx.Node, rewrite: Rewrite, bound: Bound, example
     graph.erase_node(node)
     if _dtype(result) != _dtype(node):
         _refresh(result, examples)
+
+
+def _rewrite_flex(gm: fx.GraphModule, node: fx.Node, examples: Examples) -> None:
+    with gm.graph.inserting_before(node):
+        made = rewrite_flex(Builder(gm.graph, node, examples), gm)
+    for result in made:
+        _refresh(result, examples)
+    gm.delete_all_unused_submodules()
 
 
 def _refresh(wider: fx.Node, examples: Examples) -> None:

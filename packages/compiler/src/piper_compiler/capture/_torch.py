@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -300,7 +301,13 @@ def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code that Dynamo was tracing when it raised, outermost first."""
     stack = getattr(error, "real_stack", None)
-    return list(stack) if stack else []
+    if stack:
+        return list(stack)
+    said = str(error).partition("from user code:")[2]  # an error inside of Dynamo has them in its text alone
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(said)]
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)

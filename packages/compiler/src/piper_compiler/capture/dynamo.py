@@ -286,6 +286,9 @@ def _placeholders(
         if not isinstance(value, Tensor):
             continue
         origin = origins.get(id(value))
+        if origin is None and not node.users:  # the blocks of a block mask
+            node.graph.erase_node(node)
+            continue
         if origin is None:
             raise CaptureError(
                 f"the model uses a tensor of shape {tuple(value.shape)} ({node.target}) that is neither a parameter, a buffer "

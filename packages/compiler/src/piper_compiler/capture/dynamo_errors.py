@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from traceback import FrameSummary
 
-import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_blocks import NESTED
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
 from piper_compiler.capture.replacements import WAY_OUT
 from piper_ir.errors import CaptureError
-from piper_ops import REFUSALS, is_model_code
+from piper_ops import is_model_code
 
 FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]+))\(.*: got (\w+)\((['\"])(.*)\4\)", re.DOTALL)
 """A pattern for Dynamo's text of an operation that fails: the function or method, then class and text of the error."""
@@ -33,6 +33,16 @@ ONE_GRAPH = (
 LOSS = (
     "A loss is called as loss(output, targets); for a model that computes its loss itself, take it from the output: "
     "`lambda out, _: out.loss`."
+)
+NESTED_BATCHES = (
+    "nn.TransformerEncoder in eval mode without gradients gives 0 at padding if src_key_padding_mask leaves out the end of each "
+    "row, and else what its layers compute there, so that the result depends on values of the mask",
+    "Make it with enable_nested_tensor=False, or put a loss on tokens that are no padding and call it in training mode with "
+    "dropout=0.",
+)
+"""The reason and the way out for an encoder that may take nested tensors."""
+BLOCK_MASK = (
+    "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
 )
 
 
@@ -67,10 +77,12 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
     if "fake impl" in text:
         advice = CUSTOM_OP
+    elif NESTED in text:
+        reason, advice = NESTED_BATCHES
+    elif any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames):
+        reason, advice = "a block mask is made in forward", BLOCK_MASK
     elif "data-dependent" in text and "branching" not in reason:
         reason, advice = "how often it runs, or a size, depends on values of tensors", WAY_OUT
-    elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
-        advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif names_device(text):
         advice = f"{DEVICES}."
     elif DTYPES_DIFFER.search(reason):

@@ -268,7 +268,15 @@ def _without_rows(name: str, tensor: Tensor, asked: int) -> str:
         "entries for each row: batch(step, rows) returns these rows of the global batch, such as x[rows.start : rows.stop], and "
         "not all of it. A tensor without rows (positions, offsets of fields) is declared: piper.shared(tensor), or "
         f"Job(shared={name!r}). Bags of different lengths (nn.EmbeddingBag) are padded to one: [rows, length], with padding_idx"
+        f"{_behind(tensor, asked)}"
     )
+
+
+def _behind(tensor: Tensor, asked: int) -> str:
+    """Return what is said of a tensor whose second dimension is the rows, as torch's attention modules take it."""
+    if tensor.dim() < 2 or tensor.shape[1] != asked:
+        return ""
+    return ". Where a model takes the rows in dimension 1 (batch_first=False), transpose in its forward: x.transpose(0, 1)"
 
 
 def own_loss(output: Any) -> Any:

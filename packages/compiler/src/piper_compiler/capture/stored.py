@@ -41,8 +41,8 @@ class StoredCapture:
     """Hold what is left of a capture without its graphs.
 
     Attributes:
-        params: parameters of the captured graph, `guards` the facts about rows that its path depends on, and `notes` and
-            `norms` what is said of it.
+        params: parameters of the captured graph; `guards` are the facts about rows that its path depends on, and
+            `notes` and `norms` what is said of it.
         under: as in `Captured`, like what follows.
         layered: None stands for the capture itself.
         traced: code and rows -> steps; empty where the code is that of the capture above.

@@ -65,6 +65,7 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     aten.mean.default: partial(_reduced, linear=True),
     **dict.fromkeys(_EXTREMES, _reduced),
     aten._softmax.default: partial(_along, "dim"),
+    aten._safe_softmax.default: partial(_along, "dim"),
     aten._log_softmax.default: partial(_along, "dim"),
     aten._softmax_backward_data.default: partial(_along, "dim", linear=True),
     aten._log_softmax_backward_data.default: partial(_along, "dim", linear=True),
