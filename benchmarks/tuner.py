@@ -131,21 +131,25 @@ def _key(problem: TuningProblem) -> str:
 class Table:
     """Look scores up in place of scoring.
 
-    A score that is not there is an error: the space would not be the one evaluated.
+    A score that is not there is an error: the space would not be the one evaluated. Advice goes beyond it (those
+    requests are for the event engine), and finds nothing there.
     """
 
     outcomes: Mapping[Strategy, Outcome]
 
     def __post_init__(self) -> None:
         self.width = 1
-        self._asked: list[Strategy] = []
+        self._asked: list[tuple[Strategy, bool]] = []
 
     def submit(self, strategy: Strategy, engine: bool = False) -> int:
-        self._asked.append(strategy)
+        self._asked.append((strategy, engine))
         return len(self._asked) - 1
 
     def result(self, ticket: int) -> Outcome:
-        return self.outcomes[self._asked[ticket]]
+        strategy, engine = self._asked[ticket]
+        if engine and strategy not in self.outcomes:
+            return Refused("refused", "not in the table")
+        return self.outcomes[strategy]
 
     def close(self) -> None:
         """Nothing was started."""

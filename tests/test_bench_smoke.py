@@ -80,6 +80,9 @@ def test_every_section_has_its_function(name: str) -> None:
     assert callable(run.section(name))
 
 
+OTHERS = ("capture_time", "predicted_folder")
+
+
 def test_every_module_is_reached_by_a_section() -> None:
     for name in run.SECTIONS:
         run.section(name)
@@ -87,7 +90,15 @@ def test_every_module_is_reached_by_a_section() -> None:
     assert callable(import_module("benchmarks.recompute_flops").main)  # run by hand; a part of it by test_recompute.py
     assert callable(import_module("benchmarks.gpu").main) and callable(gpu_check.main)  # run by hand
     assert callable(compare_trees.main)  # run by hand
-    for name in ("layout_times", "shard_page", "shard_rates", "shard_sizes", "fsdp2_schedules", "exchanges"):  # run by hand
+    for name in (
+        "layout_times",
+        "shard_page",
+        "shard_rates",
+        "shard_sizes",
+        "fsdp2_schedules",
+        "exchanges",
+        *OTHERS,
+    ):  # run by hand
         assert callable(import_module(f"benchmarks.{name}").main)
     assert import_module("benchmarks.gathers")  # for test_gathers.py
     assert callable(import_module("benchmarks.plan_keys").main)  # run by hand; a part of it by test_plan_keys.py

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from piper_compiler.capture import _torch, capture, dynamo
+from piper_compiler.capture import _torch, capture, tracing
 from piper_compiler.capture.cut import cut
 from piper_compiler.capture.dynamo import capture_forward
 from piper_compiler.capture.repeated import complete, flatten
@@ -115,13 +115,13 @@ def captured(
         work.append((len(calls), len({str(call.args[1]) for call in calls}), served[-1]))
 
     with patch.context() as inner:
-        inner.setattr(dynamo, "complete", completing)
-        inner.setattr(dynamo, "flatten", counting)
+        inner.setattr(tracing, "complete", completing)
+        inner.setattr(tracing, "flatten", counting)
         return make(model), work[0]
 
 
 def plainly(model: Callable[[], nn.Module], patch: pytest.MonkeyPatch, make: Callable[[Callable[[], nn.Module]], T]) -> T:
     """The same of a plain trace."""
     with patch.context() as inner:
-        inner.setattr(dynamo, "repeated_layers", lambda model: [])
+        inner.setattr(tracing, "repeated_layers", lambda model: [])
         return make(model)

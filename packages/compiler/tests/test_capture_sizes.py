@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packages.compiler.tests.chunk_dag import ChunkDag
-from piper_compiler.capture import capture, compile_step, dynamo, flatten_batch, named_tensors
+from piper_compiler.capture import capture, compile_step, flatten_batch, named_tensors, tracing
 from piper_ir.errors import CaptureError
 from piper_ir.program import Chunk, Cost, Kernel, Program
 from piper_ir.sizes import Affine, bind
@@ -181,8 +181,8 @@ def test_flops_of_a_llama_block() -> None:
 
 def test_a_hundred_microbatch_sizes_are_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    real = dynamo._run
-    monkeypatch.setattr(dynamo, "_run", lambda *args: runs.append(1) or real(*args))
+    real = tracing._run
+    monkeypatch.setattr(tracing, "_run", lambda *args: runs.append(1) or real(*args))
     case = CASES["skip"]
     found = capture(case.model, partial(case.batch, 0), case.loss)
     for rows, _ in product(range(2, 52), range(2)):

@@ -288,10 +288,13 @@ def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
     """Make calls of modules of this class nested compile regions."""
     own = "forward" in vars(module)
     before = module.forward
+    marks = dict(vars(before))
     module.forward = torch.compiler.nested_compile_region(before)
     try:
         yield
     finally:
+        vars(before).clear()  # torch leaves marks on the user's function
+        vars(before).update(marks)
         if own:
             module.forward = before
         else:
