@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from piper_ops.errors import UnsupportedVariant
-from piper_ops.library import FLOATS, accumulate_dtype, contiguous_empty, define
+from piper_ops.library import DIRECT, FLOATS, LIBRARY, accumulate_dtype, contiguous_empty, define
 
 ALIGNED = 8
 """The multiple of elements of bfloat16 that torch's grouped kernel needs of a row: 16 bytes."""
@@ -225,6 +225,14 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
+def _grouped_wgrad_add(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+    sizes = _sizes(counts, rows.shape[0])
+    for x, above, result in zip(rows.split(sizes), grad.split(sizes), total.unbind(), strict=False):
+        if x.shape[0]:
+            result.addmm_(x.t(), above)
+    return total
+
+
 # --- gradients of autograd
 
 
@@ -324,6 +332,12 @@ grouped_mm_wgrad = define(
     direct=True,
 )
 """An op that returns the gradient (E, K, N) of the matrices: zeros for an expert without rows."""
+LIBRARY.define("grouped_mm_wgrad_(Tensor rows, Tensor counts, Tensor grad, Tensor(a!) total) -> Tensor(a!)")
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("grouped_mm_wgrad_", _grouped_wgrad_add, _key)
+grouped_mm_wgrad_ = torch.ops.piper.grouped_mm_wgrad_.default
+DIRECT[grouped_mm_wgrad_] = _grouped_wgrad_add
+"""The same, added to `total` while it is made; an expert without rows adds nothing."""
 grouped_mm = define(
     "grouped_mm",
     "(Tensor rows, Tensor counts, Tensor weight) -> Tensor",
