@@ -1,7 +1,8 @@
 """Copy the rows that devices trade as blocks, where the host knows how many there are.
 
 Rows for one expert that come from one device lie side by side wherever they are, so a pass over rows is a few copies of
-blocks, without an index per row. Places that nobody fills are zero. `places` are those that a device has for each other
+blocks, without an index per row. What is sent has places that nobody fills and nobody reads; whatever is there stays.
+Elsewhere such places are zero. `places` are those that a device has for each other
 one, from its row `first` on.
 """
 
@@ -63,7 +64,7 @@ def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
     out = made.new_empty((devices, places, made.shape[1]))
     into = out.view(-1, made.shape[1]).split(_places_of(sizes, places))
     *given, _ = made.split(_turned(sizes, made.shape[0]))
-    _copied([into[s * each + e] for e in range(each - 1) for s in range(devices)], given, into[each - 1 :: each])
+    _copied([into[s * each + e] for e in range(each - 1) for s in range(devices)], given, ())
     return out
 
 
@@ -86,7 +87,7 @@ def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Te
     """Return what goes to each device, [n, places, W]."""
     out = rows.new_empty((len(sizes), places, rows.shape[1]))
     into = out.view(-1, rows.shape[1]).split([k for _, size, _ in sizes for k in (size, places - size)])
-    _copied(into[::2], rows.split(_at_home(sizes, rows.shape[0]))[1::3], into[1::2])
+    _copied(into[::2], rows.split(_at_home(sizes, rows.shape[0]))[1::3], ())
     return out
 
 
@@ -97,10 +98,3 @@ def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tens
     given = back.view(-1, back.shape[2]).split([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
     _copied(into[1::3], given[::2], [gap for k, gap in enumerate(into) if k % 3 != 1])
     return out
-
-
-def add_home(out: Tensor, back: Tensor, sizes: Sequence[tuple[int, int, int]]) -> None:
-    """Add rows where they were sent from."""
-    for into, given, (_, size, _) in zip(out.split(_at_home(sizes, out.shape[0]))[1::3], back.unbind(), sizes, strict=True):
-        if size:
-            into.add_(given[:size])
