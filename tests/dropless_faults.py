@@ -38,7 +38,7 @@ def a_round_lost() -> AbstractContextManager[Any]:
 def rows_of_the_round_before() -> AbstractContextManager[Any]:
     """In further rounds a device sends the rows of the round before."""
     right = rounds._send
-    return patch.object(rounds, "_send", lambda *a: right(*a[:4], max(0, a[4] - 1)))
+    return patch.object(rounds, "_send", lambda *a: right(*a[:4], max(0, a[4] - 1), *a[5:]))
 
 
 def results_of_another_device() -> AbstractContextManager[Any]:

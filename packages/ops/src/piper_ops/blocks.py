@@ -17,8 +17,11 @@ from torch import Tensor
 def taken_sizes(table: Tensor, place: int, first: int, places: int) -> list[list[int]]:
     """Return for each device, and each own expert, how many rows come in."""
     own = table.shape[1] // table.shape[0]
-    found = []
+    found: list[list[int]] = []
     for counts in table[:, place * own : (place + 1) * own].tolist():
+        if not first and sum(counts) <= places:
+            found.append(counts)
+            continue
         begin, sizes = -first, []
         for count in counts:
             sizes.append(max(0, min(begin + count, places) - max(begin, 0)))
@@ -52,8 +55,8 @@ def take(came: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     devices, places, width = came.shape
     made = came.new_empty((devices * places, width))
     each = len(sizes[0]) + 1
-    given = came.view(-1, width).split(_places_of(sizes, places))
-    *into, rest = made.split(_turned(sizes, made.shape[0]))
+    given = came.view(-1, width).split_with_sizes(_places_of(sizes, places))
+    *into, rest = made.split_with_sizes(_turned(sizes, made.shape[0]))
     _copied(into, [given[s * each + e] for e in range(each - 1) for s in range(devices)], [rest])
     return made
 
@@ -62,8 +65,8 @@ def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
     """Return rows that are sorted by expert as they came in, [n, places, W]."""
     devices, each = len(sizes), len(sizes[0]) + 1
     out = made.new_empty((devices, places, made.shape[1]))
-    into = out.view(-1, made.shape[1]).split(_places_of(sizes, places))
-    *given, _ = made.split(_turned(sizes, made.shape[0]))
+    into = out.view(-1, made.shape[1]).split_with_sizes(_places_of(sizes, places))
+    *given, _ = made.split_with_sizes(_turned(sizes, made.shape[0]))
     _copied([into[s * each + e] for e in range(each - 1) for s in range(devices)], given, ())
     return out
 
@@ -86,15 +89,15 @@ def _at_home(sizes: Sequence[tuple[int, int, int]], rows: int) -> list[int]:
 def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Tensor:
     """Return what goes to each device, [n, places, W]."""
     out = rows.new_empty((len(sizes), places, rows.shape[1]))
-    into = out.view(-1, rows.shape[1]).split([k for _, size, _ in sizes for k in (size, places - size)])
-    _copied(into[::2], rows.split(_at_home(sizes, rows.shape[0]))[1::3], ())
+    into = out.view(-1, rows.shape[1]).split_with_sizes([k for _, size, _ in sizes for k in (size, places - size)])
+    _copied(into[::2], rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3], ())
     return out
 
 
 def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tensor:
     """Return rows where they were sent from, and zeros elsewhere."""
     out = back.new_empty((rows, back.shape[2]))
-    into = out.split(_at_home(sizes, rows))
-    given = back.view(-1, back.shape[2]).split([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
+    into = out.split_with_sizes(_at_home(sizes, rows))
+    given = back.view(-1, back.shape[2]).split_with_sizes([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
     _copied(into[1::3], given[::2], [gap for k, gap in enumerate(into) if k % 3 != 1])
     return out
