@@ -72,7 +72,7 @@ def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
 
 
 def sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple[int, int, int]]:
-    """Return for each device how many of the rows for it are before those that are sent, are sent, and are behind them."""
+    """Return for each device how many of its rows are before those that are sent, are sent, and are behind."""
     found = []
     for total in table[place].view(table.shape[0], -1).sum(1).tolist():
         before = min(total, first)

@@ -353,7 +353,7 @@ for _name, _more in (("dgrad", "Tensor(a!) total"), ("wgrad", "bool[] wanted, Te
     LIBRARY.define(f"experts_further_{_name}_(Tensor grad, {_SCHEMA}, {_more}) -> Tensor(a!)")
 experts_further_dgrad_ = torch.ops.piper.experts_further_dgrad_.default
 experts_further_wgrad_ = torch.ops.piper.experts_further_wgrad_.default
-"""The same as gradients that are added to what steps have of round 0: to a gradient of rows, and to sums of gradients."""
+"""The same, added to what a step has of round 0: to a gradient of rows, or to sums of gradients."""
 experts_drop = define(
     "experts_drop", "(Tensor chosen, int experts, int degree, int slot) -> Tensor",
     lambda chosen, *_: contiguous_empty(chosen, chosen.shape), _drop_kernel, direct=True,

@@ -1,4 +1,4 @@
-"""Bring rows to the devices of their experts and back, in one round: four passes over rows, each with its place for each.
+"""Bring rows to the devices of their experts and back, in one round.
 
 `table` has the counts of all devices. A device has `slot` places for each other one in a round, of which a further
 round may use fewer: `places`. Where the host has the counts, passes copy blocks, else they pick rows by their numbers.

@@ -72,14 +72,14 @@ def _add_matrices(step: StepGraph, further: fx.Node) -> None:
         _add_product(step, accumulate)
     with step.graph.inserting_before(further):
         args = (*further.args, accumulators[1:], accumulators[0])
-        node = step.graph.call_function(experts_further_wgrad_, args)  # type: ignore[arg-type]  # nodes
+        node = step.graph.call_function(experts_further_wgrad_, args)
     assert isinstance(accumulators[0], fx.Node)
     node.meta = {**further.meta, "val": accumulators[0].meta["val"]}
     step.graph.erase_node(further)
 
 
 def _accumulated(item: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return what adds a gradient of further rounds to an accumulator, and the gradient of round 0; None without such."""
+    """Return what adds a gradient of further rounds to an accumulator, and that of round 0; None without such."""
     found = _only_add(item) if item.target is operator.getitem else None
     if found is None or len(found[0].users) != 1:
         return None
