@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
-from piper_ops import DIRECT, grouped_mm_wgrad, rounds, unroute
+from piper_ops import DIRECT, blocks, grouped_mm_wgrad_, rounds, unroute
 from tests import compositions
 from tests.compositions import Composition
 from tests.job_faults import JobFault, Judged
@@ -22,12 +21,12 @@ from tests.steered import DEVICES
 
 def counts_transposed() -> AbstractContextManager[Any]:
     """What device s has for device d is taken for what d has for s."""
-    right = rounds._by_expert
+    right = blocks.taken_sizes
 
-    def by_expert(table: Tensor, *rest: Any) -> Any:
+    def taken_sizes(table: Tensor, *rest: Any) -> Any:
         return right(table.view(DEVICES, DEVICES, -1).transpose(0, 1).reshape(table.shape), *rest)
 
-    return patch.object(rounds, "_by_expert", by_expert)
+    return patch.object(blocks, "taken_sizes", taken_sizes)
 
 
 def a_round_lost() -> AbstractContextManager[Any]:
@@ -39,7 +38,7 @@ def a_round_lost() -> AbstractContextManager[Any]:
 def rows_of_the_round_before() -> AbstractContextManager[Any]:
     """In further rounds a device sends the rows of the round before."""
     right = rounds._send
-    return patch.object(rounds, "_send", lambda *a: right(*a[:4], max(0, a[4] - 1)))
+    return patch.object(rounds, "_send", lambda *a: right(*a[:4], max(0, a[4] - 1), *a[5:]))
 
 
 def results_of_another_device() -> AbstractContextManager[Any]:
@@ -60,23 +59,24 @@ def combined_without_shares() -> AbstractContextManager[Any]:
 
 
 def experts_without_tokens_keep_what_was_there() -> AbstractContextManager[Any]:
-    """The gradient of an expert without tokens is not set to zero."""
-    right = DIRECT[grouped_mm_wgrad]
+    """The gradient of an expert without tokens is not zero."""
+    right = DIRECT[grouped_mm_wgrad_]
 
-    def wgrad(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-        return right(rows, counts, grad).index_fill(0, (counts == 0).nonzero().flatten(), 0.5)
+    def wgrad(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+        total[counts == 0] += 0.5
+        return right(rows, counts, grad, total)
 
-    return patch.dict(DIRECT, {grouped_mm_wgrad: wgrad})
+    return patch.dict(DIRECT, {grouped_mm_wgrad_: wgrad})
 
 
 def rows_without_further_gradients() -> AbstractContextManager[Any]:
     """The gradient of rows lacks that of further rounds."""
-    return patch.dict(rounds.ROUNDS, {rounds.experts_return_dgrad: lambda *a: torch.zeros_like(a[2])})
+    return patch.dict(rounds.ROUNDS, {rounds.experts_further_dgrad_: lambda *a: a[-1]})
 
 
 def matrices_without_further_gradients() -> AbstractContextManager[Any]:
     """The gradients of the experts' matrices lack those of further rounds."""
-    return patch.dict(rounds.ROUNDS, {rounds.experts_return_wgrad: lambda *a: [torch.zeros_like(w) for w in a[4]]})
+    return patch.dict(rounds.ROUNDS, {rounds.experts_further_wgrad_: lambda *a: a[-1]})
 
 
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {

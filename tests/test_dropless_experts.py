@@ -109,6 +109,16 @@ def test_a_device_has_its_experts_and_reduces_the_rest() -> None:
     assert sorted(sizes["I"]) == [("all_to_all", 0), *both] and sizes["W"] == [("all_to_all", 0)]
 
 
+def test_further_rounds_add_to_what_round_0_made() -> None:
+    made = compiled("uniform", Mesh(ep=DEVICES))
+    assert made.code is not None
+    steps = made.code.export([c.code for c in made.plan.chunks if c.experts], made.plan.rows).values()
+    texts = "".join(code.source for found in steps for code in found.values())
+    assert all(f"piper::experts_further_{name}_" in texts for name in ("dgrad", "wgrad"))
+    assert "piper::experts_return_dgrad" not in texts and "piper::experts_return_wgrad" not in texts
+    assert "_piper_grouped_mm_wgrad__default(" in texts and rounds.ANY_ROWS.strip() in texts
+
+
 COMPOSED: dict[str, tuple[Mesh, list[Any], dict[str, Any]]] = {
     "dp, split backward": (Mesh(ep=2, dp=2, pp=2), [recipes.zb_h1(pp=2, microbatches=2)], {}),
     "zero 3, two microbatches": (Mesh(ep=4), [piper.split(where(), microbatches=2)], {"zero": 3}),

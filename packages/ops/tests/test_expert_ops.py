@@ -20,6 +20,7 @@ from piper_ops import (
     grouped_mm,
     grouped_mm_dgrad,
     grouped_mm_wgrad,
+    grouped_mm_wgrad_,
     kernel_of,
     peak_bytes_inside,
     route,
@@ -301,3 +302,25 @@ def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
         else:
             assert not there[1].any()
     assert experts._has_kernel(rows.cuda(), weight.cuda()) is (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_added_while_they_are_made(dtype: torch.dtype) -> None:
+    """An expert without rows adds nothing, and rows behind the last group neither."""
+    rows, grad, counts = drawn(9, 4, dtype=dtype).detach(), drawn(9, 8, dtype=dtype).detach(), torch.tensor([3, 0, 4])
+    total = drawn(3, 4, 8, dtype=dtype).detach()
+    right = total + grouped_mm_wgrad(rows, counts, grad)
+    assert grouped_mm_wgrad_(rows, counts, grad, total) is total
+    torch.testing.assert_close(total, right)
+
+
+def test_torchs_grouped_kernel_on_a_cpu_gives_what_products_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, counts = drawn(9, 4, dtype=torch.float32).detach(), torch.tensor([3, 0, 4])
+    matrices = drawn(3, 4, 8, dtype=torch.float32).detach()
+    taken = [grouped_mm(rows, counts, w) for w in (matrices, matrices.transpose(1, 2).contiguous().transpose(1, 2))]
+    assert experts._has_cpu_kernel(rows, matrices) and not experts._has_cpu_kernel(rows.double(), matrices.double())
+    monkeypatch.setattr(experts, "_has_cpu_kernel", lambda *_: False)
+    one = grouped_mm(rows, counts, matrices)
+    for found in taken:
+        torch.testing.assert_close(found, one)
+        assert not found[7:].any()

@@ -22,6 +22,7 @@ from piper_ops import (
     peak_bytes_inside,
     rounds,
     route,
+    trades,
 )
 
 DEVICES, EXPERTS, WIDTH, TOKENS, TOP = 3, 6, 4, 10, 2
@@ -81,6 +82,13 @@ def test_a_row_lost_or_doubled_would_be_seen() -> None:
     assert not all(torch.equal(rounds._home(h, table, k, len(r), 0), r) for k, (h, r) in enumerate(zip(home, rows, strict=True)))
 
 
+def filled(messages: Tensor, table: Tensor, place: int, came: bool = False) -> Tensor:
+    """The rows of messages that somebody reads: those that a device sends, or those that come in."""
+    totals = table.view(DEVICES, DEVICES, -1).sum(2)
+    counts = (totals[:, place] if came else totals[place]).clamp(max=messages.shape[1])
+    return torch.cat([m[:count] for m, count in zip(messages, counts.tolist(), strict=True)])
+
+
 @pytest.mark.parametrize("slot", [2, 9])
 def test_gradients_go_the_way_back(slot: int) -> None:
     """Those of round 0, by finite inner products: <send x, y> = <x, its gradient of y> where places are filled."""
@@ -88,18 +96,39 @@ def test_gradients_go_the_way_back(slot: int) -> None:
     for place, own in enumerate(rows):
         x = own.clone().requires_grad_()
         sent = experts_send(x, table, place, slot)
-        filled = experts_send(experts_home(torch.ones_like(sent), table, place, len(x)), table, place, slot)
         tangent = torch.randn_like(sent)
         (grad,) = torch.autograd.grad(sent, x, tangent)
-        assert torch.equal(grad, experts_home(tangent, table, place, len(x))) and bool((filled == 1).any())
+        assert torch.equal(grad, experts_home(tangent, table, place, len(x)))
+        assert torch.allclose((grad * own).sum(), (filled(tangent, table, place) * filled(sent, table, place)).sum())
         back = torch.randn_like(sent).requires_grad_()
-        (grad,) = torch.autograd.grad(experts_home(back, table, place, len(x)), back, x.detach())
-        assert torch.equal(grad, experts_send(x, table, place, slot).detach())
+        (grad,) = torch.autograd.grad(experts_home(back, table, place, len(x)), back, own)
+        assert torch.equal(filled(grad, table, place), filled(experts_send(own, table, place, slot), table, place))
         mine = experts_take(back, table, place)[0]
         tangent = torch.randn_like(mine)
         (grad,) = torch.autograd.grad(mine, back, tangent)
-        assert torch.equal(grad, experts_give(tangent, table, place)) and torch.equal((grad * back).sum(), (grad * back).sum())
-        assert torch.allclose((grad * back).sum(), (tangent * mine).sum())
+        grad, given = filled(grad, table, place, True), filled(experts_give(tangent, table, place), table, place, True)
+        assert torch.equal(grad, given)
+        assert torch.allclose((grad * filled(back, table, place, True)).sum(), (tangent * mine).sum())
+
+
+@pytest.mark.parametrize("slot", [1, 3, 7, 20])
+def test_blocks_are_what_picked_rows_are(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU picks rows by their numbers, a CPU copies blocks; in further rounds with fewer places, too."""
+    rows, table, number_of = drawn(slot)
+    for number, places in [(number, places) for number in range(number_of) for places in {slot, max(1, slot - 2)}]:
+        for place, own in enumerate(rows):
+            found = []
+            for counted in (True, False):
+                monkeypatch.setattr(trades, "_counted", lambda _, counted=counted: counted)
+                sent = trades.send(own, table, place, slot, number, places)
+                full = torch.randn(sent.shape, dtype=sent.dtype, generator=torch.Generator().manual_seed(number))
+                taken, counts = trades.take(full, table, place, number, slot)
+                given = trades.give(taken, table, place, number, slot, places)
+                found.append((taken[: counts.sum()], counts, trades.home(sent, table, place, len(own), number, slot)))
+                again = trades.take(given, table, place, number, slot)[0]
+                assert torch.equal(again[: counts.sum()], taken[: counts.sum()])
+            if places == slot:
+                assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 CALLS: dict[str, Any] = {
@@ -119,7 +148,10 @@ def test_fake_results_look_like_real_ones_and_memory_is_counted(name: str) -> No
     real, fake = op(*args), op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
     direct = DIRECT[op](*args)
     for a, b, c in zip(*(made if isinstance(made, tuple) else (made,) for made in (real, fake, direct)), strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) and torch.equal(a, c)
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        if name in ("experts_send", "experts_give"):
+            a, c = (filled(made, table, 1, name == "experts_give") for made in (a, c))
+        assert torch.equal(a, c)
     assert cpu_workspace(op, args, real) == peak_bytes_inside(OP_KERNELS[op], *args)
 
 

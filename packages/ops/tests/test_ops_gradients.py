@@ -136,7 +136,7 @@ def test_layer_norm_gradients_together_are_those_apart(dtype: torch.dtype, mask:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-BY_EXPERTS = {n for n in piper_ops.PORTABLE if n.startswith("experts_")} | {"route", "grouped_mm", "unroute"}
+BY_EXPERTS = {n for n in piper_ops.PORTABLE if n.startswith("experts_")} | {"route", "grouped_mm", "grouped_mm_wgrad_", "unroute"}
 OF_EXPERTS = {f.op for p in piper_ops.PORTABLE.values() if p.name in BY_EXPERTS for f in p.formulas}
 """Those of test_expert_ops and test_expert_rounds."""
 

@@ -15,13 +15,15 @@ its sizes allow; anything else is a product per expert, for which the host waits
 
 from __future__ import annotations
 
+from array import array
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from piper_ops.errors import UnsupportedVariant
-from piper_ops.library import FLOATS, accumulate_dtype, contiguous_empty, define
+from piper_ops.library import DIRECT, FLOATS, LIBRARY, accumulate_dtype, contiguous_empty, define
 
 ALIGNED = 8
 """The multiple of elements of bfloat16 that torch's grouped kernel needs of a row: 16 bytes."""
@@ -179,6 +181,13 @@ def _has_kernel(*tensors: Tensor) -> bool:
     )
 
 
+def _has_cpu_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped kernel takes these on a CPU, where it calls one product after the other."""
+    dense = rows.is_contiguous() and rows.shape[0] > 0 and 1 in weight.stride()[-2:]
+    sizes = (rows.shape[1], weight.shape[2])
+    return rows.device.type == "cpu" and rows.dtype == torch.float32 and dense and not any(n == 0 or n % 4 for n in sizes)
+
+
 def _grouped_fake(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     _check_grouped(rows, counts, weight)
     return contiguous_empty(rows, (rows.shape[0], weight.shape[2]))
@@ -190,9 +199,17 @@ def _grouped_kernel(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         made: Tensor = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
         behind = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
         return made.masked_fill_(behind.unsqueeze(1), 0)
-    out, sizes = rows.new_empty((rows.shape[0], weight.shape[2])), _sizes(counts, rows.shape[0])
-    *results, behind = out.split(sizes)
-    for x, matrix, result in zip(rows.split(sizes), weight.unbind(), results, strict=False):
+    sizes = _sizes(counts, rows.shape[0])
+    if _has_cpu_kernel(rows, weight):
+        # Not an operator's result: a number per expert on the host is no memory of the step, here as in a list.
+        ends = torch.frombuffer(array("i", accumulate(sizes[:-1])), dtype=torch.int32)
+        found: Tensor = torch._grouped_mm(rows, weight, offs=ends)
+        if sizes[-1]:
+            found[-sizes[-1] :].zero_()
+        return found
+    out = rows.new_empty((rows.shape[0], weight.shape[2]))
+    *results, behind = out.split_with_sizes(sizes)
+    for x, matrix, result in zip(rows.split_with_sizes(sizes), weight.unbind(), results, strict=False):
         if x.shape[0]:
             torch.mm(x, matrix, out=result)
     behind.zero_()
@@ -217,12 +234,20 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
         made: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
         return made.masked_fill_((counts == 0).view(-1, 1, 1), 0)
     out, sizes = rows.new_empty((counts.shape[0], rows.shape[1], grad.shape[1])), _sizes(counts, rows.shape[0])
-    for x, above, result in zip(rows.split(sizes), grad.split(sizes), out.unbind(), strict=False):
+    for x, above, result in zip(rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), out.unbind(), strict=False):
         if x.shape[0]:
             torch.mm(x.t(), above, out=result)
         else:
             result.zero_()
     return out
+
+
+def _grouped_wgrad_add(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+    sizes = _sizes(counts, rows.shape[0])
+    for x, above, result in zip(rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), total.unbind(), strict=False):
+        if x.shape[0]:
+            result.addmm_(x.t(), above)
+    return total
 
 
 # --- gradients of autograd
@@ -324,6 +349,12 @@ grouped_mm_wgrad = define(
     direct=True,
 )
 """An op that returns the gradient (E, K, N) of the matrices: zeros for an expert without rows."""
+LIBRARY.define("grouped_mm_wgrad_(Tensor rows, Tensor counts, Tensor grad, Tensor(a!) total) -> Tensor(a!)")
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("grouped_mm_wgrad_", _grouped_wgrad_add, _key)
+grouped_mm_wgrad_ = torch.ops.piper.grouped_mm_wgrad_.default
+DIRECT[grouped_mm_wgrad_] = _grouped_wgrad_add
+"""The same, added to `total` while it is made; an expert without rows adds nothing."""
 grouped_mm = define(
     "grouped_mm",
     "(Tensor rows, Tensor counts, Tensor weight) -> Tensor",

@@ -360,6 +360,13 @@ PORTABLE: Mapping[str, PortableOp] = {
             wgrad=Formula(experts.grouped_mm_wgrad, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims),
         ),
         PortableOp(
+            "grouped_mm_wgrad_",
+            "matmul",
+            outputs=("total",),
+            saved=(),
+            forward=Formula(experts.grouped_mm_wgrad_, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims),
+        ),
+        PortableOp(
             "unroute",
             "elementwise",
             outputs=("out",),

@@ -23,21 +23,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from mmap import mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from piper_ops.errors import ExpertsOverflow
-from piper_ops.library import contiguous_empty, define
+from piper_ops.library import LIBRARY, contiguous_empty, define
+from piper_ops.trades import give as _give
+from piper_ops.trades import home as _home
+from piper_ops.trades import send as _send
+from piper_ops.trades import take as _take
+from piper_ops.trades import totals as _totals
 
+ANY_ROWS = "# any number of rows and experts\n"
+"""The line of a body that takes any number of rows and of experts, and so those only that a round has."""
 Exchanged = Callable[[str, str, Tensor], Tensor]
 """A function that runs a collective: of a kind, along an axis, with what the device gives."""
-
-
-def _totals(table: Tensor) -> Tensor:
-    """Return how many rows each device has for each other one [n, n]."""
-    return table.view(table.shape[0], table.shape[0], -1).sum(2)
 
 
 def round_count(table: Tensor, slot: int) -> int:
@@ -47,60 +50,15 @@ def round_count(table: Tensor, slot: int) -> int:
     return max(1, -(-int(_totals(table).max()) // slot))
 
 
-def _send(rows: Tensor, table: Tensor, place: int, slot: int, number: int) -> Tensor:
-    """Return what goes to each device in a round; behind a device's rows stand others, which it leaves alone."""
-    total = _totals(table)[place]
-    first = (total.cumsum(0) - total).unsqueeze(1) + number * slot
-    found = (first + torch.arange(slot, device=rows.device)).clamp_(max=rows.shape[0] - 1)
-    return rows.index_select(0, found.view(-1)).view(table.shape[0], slot, rows.shape[1])
-
-
-def _home(back: Tensor, table: Tensor, place: int, rows: int, number: int) -> Tensor:
-    """Return the rows of a round where they were sent from, and zeros elsewhere."""
-    devices, slot, width = back.shape
-    total = _totals(table)[place]
-    ends = total.cumsum(0)
-    number_of = torch.arange(rows, device=back.device)
-    device = torch.searchsorted(ends, number_of, right=True).clamp_(max=devices - 1)
-    turn = number_of - (ends - total).index_select(0, device)
-    other = (turn.div(slot, rounding_mode="floor") != number) | (number_of >= ends[-1])
-    found = device.mul_(slot).add_(turn.remainder_(slot))
-    return back.view(devices * slot, width).index_select(0, found).masked_fill_(other.unsqueeze(1), 0)
-
-
-def _by_expert(table: Tensor, place: int, slot: int, number: int) -> tuple[Tensor, Tensor]:
-    """Return the order by own expert of what came in in a round, and how many rows each expert has.
-
-    Rows of one expert are in the order of the devices that they come from. Places that nobody filled are last.
-    """
-    devices, experts = table.shape[0], table.shape[1] // table.shape[0]
-    ends = table[:, place * experts : (place + 1) * experts].cumsum(1)
-    turn = torch.arange(number * slot, (number + 1) * slot, device=table.device).repeat(devices, 1)
-    expert, order = torch.sort(torch.searchsorted(ends, turn, right=True).view(-1), stable=True)
-    return order, torch.searchsorted(expert, torch.arange(experts + 1, device=table.device)).diff()
-
-
-def _take(came: Tensor, table: Tensor, place: int, number: int) -> tuple[Tensor, Tensor]:
-    order, counts = _by_expert(table, place, came.shape[1], number)
-    return came.view(-1, came.shape[2]).index_select(0, order), counts
-
-
-def _give(made: Tensor, table: Tensor, place: int, number: int) -> Tensor:
-    devices = table.shape[0]
-    order, _ = _by_expert(table, place, made.shape[0] // devices, number)
-    return torch.empty_like(made).index_copy_(0, order, made).view(devices, -1, made.shape[1])
-
-
 # --- further rounds
 
 
 @cache
-def _loaded(body: str, device: str) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
-    """Return the function of a text."""
+def _loaded(body: str, device: str) -> tuple[Callable[[list[Tensor]], tuple[Tensor, ...]], bool]:
+    """Return the function of a text, and whether it takes any number of rows, and of experts."""
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
     exec(compile(body, "<piper experts>", "exec"), namespace)
-    function: Callable[[list[Tensor]], tuple[Tensor, ...]] = namespace["step"]
-    return function
+    return namespace["step"], body.endswith(ANY_ROWS)
 
 
 class _Rounds:
@@ -109,29 +67,50 @@ class _Rounds:
     def __init__(self, exchange: Exchanged, table: Tensor, body: str, axis: str, slot: int, place: int) -> None:
         self._exchange, self._table, self._axis = exchange, table, axis
         self._slot, self._place = slot, place
-        self._body = _loaded(body, str(table.device))
+        self._body, self._any_rows = _loaded(body, str(table.device))
 
     @property
     def numbers(self) -> range:
         return range(1, round_count(self._table, self._slot))
 
+    def _places(self, number: int) -> int:
+        """Return how many rows the fullest pair of devices trades in a round, as far as the body can take them."""
+        if not self._any_rows or self._table.is_meta:
+            return self._slot
+        return max(1, min(self._slot, int(_totals(self._table).max()) - number * self._slot))
+
     def there(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return the rows of all devices for the own experts, and their counts."""
-        sent = _send(rows, self._table, self._place, self._slot, number)
-        return _take(self._exchange("all_to_all", self._axis, sent), self._table, self._place, number)
+        places = self._places(number)
+        sent = _send(rows, self._table, self._place, self._slot, number, places)
+        return _take(self._exchange("all_to_all", self._axis, sent), self._table, self._place, number, self._slot)
 
     def back(self, made: Tensor, rows: int, number: int) -> Tensor:
         """Return what all devices made of the own rows."""
-        given = _give(made, self._table, self._place, number)
-        return _home(self._exchange("all_to_all", self._axis, given), self._table, self._place, rows, number)
+        given = _give(made, self._table, self._place, number, self._slot, self._places(number))
+        came = self._exchange("all_to_all", self._axis, given)
+        return _home(came, self._table, self._place, rows, number, self._slot)
 
     def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
         return self._body([rows, counts, *weights])[0]
 
+    def busy(self, counts: Tensor) -> slice:
+        """Return the experts that have rows in a round, and those between them."""
+        if not self._any_rows or counts.device.type != "cpu":
+            return slice(0, counts.shape[0])
+        found = [k for k, count in enumerate(counts.tolist()) if count]
+        return slice(found[0], found[-1] + 1) if found else slice(0, 1)
+
 
 def _reserve(room: int, device: torch.device) -> None:
-    """Ask for the memory of further rounds, whether there are some or not."""
-    torch.empty(room, dtype=torch.uint8, device=device)
+    """Ask for the memory of further rounds, whether there will be some or not.
+
+    A CPU's is asked of the system itself: malloc, given back as much, hands over pages that the step uses next.
+    """
+    if device.type == "cpu" and room:
+        torch.frombuffer(mmap(-1, room), dtype=torch.uint8).view(-1)
+    else:
+        torch.empty(room, dtype=torch.uint8, device=device)
 
 
 def run_return(
@@ -147,14 +126,25 @@ def run_return(
     return out
 
 
-def run_return_dgrad(
-    exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: str, axis: str, slot: int, place: int, room: Sequence[int],
-) -> Tensor:  # fmt: skip
+def run_return_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of the rows of further rounds; those of round 0 have zeros."""
+    *how, room = rest
     _reserve(room[1], rows.device)
+    return _add_dgrad(exchange, torch.zeros_like(rows), grad, rows, *how)
+
+
+def run_further_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+    """Add the same to the gradient of the rows of round 0."""
+    *how, room, total = rest
+    _reserve(room[3], rows.device)
+    return _add_dgrad(exchange, total, grad, rows, *how)
+
+
+def _add_dgrad(
+    exchange: Exchanged, total: Tensor, grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
+    body: str, axis: str, slot: int, place: int,
+) -> Tensor:  # fmt: skip
     run = _Rounds(exchange, table, body, axis, slot, place)
-    total = torch.zeros_like(rows)
     for number in run.numbers:
         given, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
@@ -167,26 +157,40 @@ def run_return_dgrad(
     return total
 
 
-def run_return_wgrad(
-    exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: str, axis: str, slot: int, place: int, room: Sequence[int], wanted: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
+def run_return_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Any, *rest: Any) -> list[Tensor]:
     """Compute the gradients of the wanted matrices in further rounds."""
+    *how, room, wanted = rest
     _reserve(room[2], rows.device)
-    run = _Rounds(exchange, table, body, axis, slot, place)
     totals = [torch.zeros_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
+    _add_wgrad(exchange, totals, wanted, grad, rows, table, weights, *how)
+    return totals
+
+
+def run_further_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+    """Add the same to what sums up the gradients of the matrices."""
+    *how, room, wanted, others, total = rest
+    _reserve(room[4], rows.device)
+    _add_wgrad(exchange, [total, *others], wanted, grad, rows, *how)
+    return total  # type: ignore[no-any-return]  # a tensor
+
+
+def _add_wgrad(
+    exchange: Exchanged, totals: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, rows: Tensor, table: Tensor,
+    weights: Sequence[Tensor], body: str, axis: str, slot: int, place: int,
+) -> None:  # fmt: skip
+    run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
         given, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
-        own = [w.detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)]
+        busy = run.busy(counts)
+        own = [w[busy].detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)]
         with torch.enable_grad():
-            made = run.made(given, counts, own)
+            made = run.made(given, counts[busy], own)
         found = torch.autograd.grad(made, [w for w in own if w.requires_grad], above)
         del made, above, given, own
         for total, one in zip(totals, found, strict=True):
-            total += one
+            total[busy].add_(one)
         del found, one
-    return totals
 
 
 # --- choices that have no place, and counts beyond the places
@@ -345,6 +349,11 @@ experts_return = define(
     backward=_return_backward, setup_context=_return_setup,
 )  # fmt: skip
 """An op that returns all rows (M, W) where they were sent from, after further rounds."""
+for _name, _more in (("dgrad", "Tensor(a!) total"), ("wgrad", "bool[] wanted, Tensor(b!)[] others, Tensor(a!) total")):
+    LIBRARY.define(f"experts_further_{_name}_(Tensor grad, {_SCHEMA}, {_more}) -> Tensor(a!)")
+experts_further_dgrad_ = torch.ops.piper.experts_further_dgrad_.default
+experts_further_wgrad_ = torch.ops.piper.experts_further_wgrad_.default
+"""The same, added to what a step has of round 0: to a gradient of rows, or to sums of gradients."""
 experts_drop = define(
     "experts_drop", "(Tensor chosen, int experts, int degree, int slot) -> Tensor",
     lambda chosen, *_: contiguous_empty(chosen, chosen.shape), _drop_kernel, direct=True,
@@ -363,6 +372,8 @@ ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     experts_return: run_return,
     experts_return_dgrad: run_return_dgrad,
     experts_return_wgrad: run_return_wgrad,
+    experts_further_dgrad_: run_further_dgrad,
+    experts_further_wgrad_: run_further_wgrad,
 }
 """The ops that meet other devices as often as a run's choices need, each with its function, which gets the exchange."""
 PLACED: dict[torch._ops.OpOverload, int] = {

@@ -212,7 +212,8 @@ def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
 def _room(op: torch._ops.OpOverload, call: Call) -> int:
     """Return what further rounds hold beside their results: they ask for all of it when they begin."""
     room: Sequence[int] = call.args["room"]
-    return max(0, room[list(rounds.ROUNDS).index(op)] - sum(t.nbytes for t in call.outs))
+    made = 0 if op._schema.is_mutable else sum(t.nbytes for t in call.outs)
+    return max(0, room[list(rounds.ROUNDS).index(op)] - made)
 
 
 def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
@@ -289,13 +290,17 @@ def _on_meta(value: Any) -> Any:
 def room_of_rounds(
     rows: Tensor, back: Tensor, table: Tensor, weights: Sequence[Tensor], body: str, wanted: Sequence[bool]
 ) -> list[int]:
-    """Return the most bytes that further rounds hold at once, and both gradients; tensors are on meta."""
-    given = rows, table, weights, body, "", back.shape[1], 0, (0, 0, 0)
+    """Return the most bytes that each op of further rounds holds at once; tensors are on meta."""
+    given = rows, table, weights, body, "", back.shape[1], 0, (0,) * len(rounds.ROUNDS)
     runs = list(rounds.ROUNDS.values())
     grad = back.new_empty((rows.shape[0], back.shape[2]))
-    calls = (runs[0], (back, *given)), (runs[1], (grad, *given)), (runs[2], (grad, *given, list(wanted)))
+    totals = [torch.empty_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
+    calls = [(back, *given), (grad, *given), (grad, *given, list(wanted)), (grad, *given, torch.empty_like(rows))]
     found = []
-    for run, args in calls:
+    for run, args in zip(runs, [*calls, (grad, *given, list(wanted), totals[1:], *totals[:1])], strict=True):
+        if run is rounds.run_further_wgrad and not totals:
+            found.append(0)
+            continue
         live = _Live(tree_leaves(args))
         with live, torch.no_grad():
             run(lambda kind, axis, sent: sent.clone(), *args)
@@ -339,6 +344,8 @@ ROUTING = (
     *(rounds.experts_drop, rounds.experts_checked),
 )
 """The ops that bring tokens to experts and back. All that their kernels hold is per token."""
+IN_BLOCKS = (rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take)
+"""The ops that hold nothing on a CPU, where they copy blocks."""
 _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
@@ -358,7 +365,7 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
     sdpa.attention: _attention_on_cpu,
     sdpa.attention_dgrad: _attention_on_cpu,
     **{op: _copied for op in (norms.layer_norm, norms.layer_norm_dgrad, norms.layer_norm_wgrad, norms.layer_norm_backward)},
-    **{op: partial(_whole_kernel, op) for op in ROUTING},
+    **{op: partial(_whole_kernel, op) for op in ROUTING if op not in IN_BLOCKS},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }
 """The ops whose memory inside is counted on a CPU. CUDA devices copy what lies in another way as well."""

@@ -22,6 +22,7 @@ from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.codegen import StepCode, generate
 from piper_compiler.capture.conjugates import compute_bits
+from piper_compiler.capture.further import add_further_rounds_in_place
 from piper_compiler.capture.inplace import add_products_in_place, reuse_dying_arguments
 from piper_compiler.capture.schedule import schedule
 from piper_compiler.capture.simplify import simplify
@@ -98,6 +99,7 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for step, graph in cut.steps.items():
+        add_further_rounds_in_place(graph)
         add_products_in_place(graph)
         reuse_dying_arguments(graph)
         lines = schedule(graph)

@@ -25,7 +25,7 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Inside, Liveness
-from piper_ops import Workspace, cpu_workspace, cuda_workspace
+from piper_ops import ROUNDS, Workspace, cpu_workspace, cuda_workspace
 
 aten = torch.ops.aten
 
@@ -70,6 +70,7 @@ def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[
                 held += size
                 end = number if owner is None else last[owner]
                 freed_at[end] = freed_at.get(end, 0) + size
+        if not aliasing.is_view(line.node) or line.node.target in ROUNDS:  # further rounds hold memory inside
             at_line.append((number, held))
         held -= freed_at.pop(number, 0)
     return at_line

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture import _torch_joint, phases
+from piper_compiler.capture.by_rows import takes_any_rows
 from piper_compiler.capture.codegen import generate
 from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.joint import Interpreter, JointInput, constants_of, trace_joint
@@ -32,6 +33,7 @@ from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import DimPart, Layout
 from piper_ops import (
+    ANY_ROWS,
     PLACED,
     all_gather,
     all_to_all,
@@ -227,7 +229,7 @@ class _Rewriting:
         module = fx.GraphModule(self._module, graph)
         joint = trace_joint(module, [JointInput("value", t) for t in self.body_inputs()], (False,))
         step = phases.cut(joint).steps["F"]
-        return generate("F", step, schedule(step), joint.constants).source
+        return generate("F", step, schedule(step), joint.constants).source + (ANY_ROWS if takes_any_rows(joint.graph) else "")
 
     def body_inputs(self) -> list[Tensor]:
         """Return meta tensors like what the body gets."""

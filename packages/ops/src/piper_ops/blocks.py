@@ -1,0 +1,103 @@
+"""Copy the rows that devices trade as blocks, where the host knows how many there are.
+
+Rows for one expert that come from one device lie side by side wherever they are, so a pass over rows is a few copies of
+blocks, without an index per row. What is sent has places that nobody fills and nobody reads; whatever is there stays.
+Elsewhere such places are zero. `places` are those that a device has for each other
+one, from its row `first` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def taken_sizes(table: Tensor, place: int, first: int, places: int) -> list[list[int]]:
+    """Return for each device, and each own expert, how many rows come in."""
+    own = table.shape[1] // table.shape[0]
+    found: list[list[int]] = []
+    for counts in table[:, place * own : (place + 1) * own].tolist():
+        if not first and sum(counts) <= places:
+            found.append(counts)
+            continue
+        begin, sizes = -first, []
+        for count in counts:
+            sizes.append(max(0, min(begin + count, places) - max(begin, 0)))
+            begin += count
+        found.append(sizes)
+    return found
+
+
+def _places_of(sizes: Sequence[Sequence[int]], places: int) -> list[int]:
+    """Return how many rows lie behind each other as they come in: those of a device by expert, then places left."""
+    return [size for of in sizes for size in (*of, places - sum(of))]
+
+
+def _turned(sizes: Sequence[Sequence[int]], rows: int) -> list[int]:
+    """Return how many rows lie behind each other when they are sorted by expert, then by device; the rest is last."""
+    flat = [size for of in zip(*sizes, strict=True) for size in of]
+    return [*flat, rows - sum(flat)]
+
+
+def _copied(into: Sequence[Tensor], given: Sequence[Tensor], gaps: Sequence[Tensor]) -> None:
+    some = [(a, b) for a, b in zip(into, given, strict=True) if a.shape[0]]
+    if some:
+        torch._foreach_copy_([a for a, _ in some], [b for _, b in some])
+    for gap in gaps:
+        if gap.shape[0]:
+            gap.zero_()
+
+
+def take(came: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return what came in, [n, places, W], sorted by expert and then by device."""
+    devices, places, width = came.shape
+    made = came.new_empty((devices * places, width))
+    each = len(sizes[0]) + 1
+    given = came.view(-1, width).split_with_sizes(_places_of(sizes, places))
+    *into, rest = made.split_with_sizes(_turned(sizes, made.shape[0]))
+    _copied(into, [given[s * each + e] for e in range(each - 1) for s in range(devices)], [rest])
+    return made
+
+
+def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
+    """Return rows that are sorted by expert as they came in, [n, places, W]."""
+    devices, each = len(sizes), len(sizes[0]) + 1
+    out = made.new_empty((devices, places, made.shape[1]))
+    into = out.view(-1, made.shape[1]).split_with_sizes(_places_of(sizes, places))
+    *given, _ = made.split_with_sizes(_turned(sizes, made.shape[0]))
+    _copied([into[s * each + e] for e in range(each - 1) for s in range(devices)], given, ())
+    return out
+
+
+def sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple[int, int, int]]:
+    """Return for each device how many of its rows are before those that are sent, are sent, and are behind."""
+    found = []
+    for total in table[place].view(table.shape[0], -1).sum(1).tolist():
+        before = min(total, first)
+        size = min(total - before, places)
+        found.append((before, size, total - before - size))
+    return found
+
+
+def _at_home(sizes: Sequence[tuple[int, int, int]], rows: int) -> list[int]:
+    flat = [size for of in sizes for size in of]
+    return [*flat, rows - sum(flat)]
+
+
+def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Tensor:
+    """Return what goes to each device, [n, places, W]."""
+    out = rows.new_empty((len(sizes), places, rows.shape[1]))
+    into = out.view(-1, rows.shape[1]).split_with_sizes([k for _, size, _ in sizes for k in (size, places - size)])
+    _copied(into[::2], rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3], ())
+    return out
+
+
+def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tensor:
+    """Return rows where they were sent from, and zeros elsewhere."""
+    out = back.new_empty((rows, back.shape[2]))
+    into = out.split_with_sizes(_at_home(sizes, rows))
+    given = back.view(-1, back.shape[2]).split_with_sizes([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
+    _copied(into[1::3], given[::2], [gap for k, gap in enumerate(into) if k % 3 != 1])
+    return out
