@@ -299,7 +299,9 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     written(tmp_path, "op,ranks,nodes,bytes,seconds\n", "all_reduce.csv")
     cluster = load_cluster(written(tmp_path, text.split("```toml\n")[1].split("```")[0]))
     assert (cluster.name, cluster.devices, cluster.slow_ranks, cluster.device.stack) == ("lab", 32, {5: 1.2}, STACKS["eager"])
-    two = load_cluster(written(tmp_path, text.split("```toml\n")[2].split("```")[0]))
+    priced = load_cluster(written(tmp_path, text.split("```toml\n")[2].split("```")[0] + "[nodes]\ncount = 1\ndevices = 8\n"))
+    assert priced.device.price_per_hour == 2.5
+    two = load_cluster(written(tmp_path, text.split("```toml\n")[3].split("```")[0]))
     links = [(k.device.name, k.links.inter_bandwidth) for k in two.kinds]
     assert links == [("a100-80g-sxm", 23.5e9), ("h100-80g-sxm", 25e9)]
     assert [two.links_of(rank) for rank in (0, 64)] == [k.links for k in two.kinds]
