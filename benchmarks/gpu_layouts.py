@@ -25,7 +25,7 @@ from piper_runtime.rank import using
 
 COSINE, LOSSES, BYTES = Goal("above", 0.999), Goal("below", 2), Goal("below", 1)
 ROWS, MICROBATCHES, STEPS, LAST = 8, 2, 50, 5
-"""Of the global batch; of a step on one device; of a run; at its end, whose losses are compared."""
+"""The rows of the global batch, the microbatches, the steps of a run, and those at its end whose losses are compared."""
 STRIDES = 4
 LLAMA = models.LlamaConfig(layers=2, width=512, heads=8, kv_heads=4, hidden=1024, vocab=512, length=256)
 MIXTURE = models.MoEConfig(

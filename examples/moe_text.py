@@ -54,7 +54,7 @@ def batch(size: int, length: int, step: int, rows: range) -> tuple[Tensor, Tenso
 
 
 def mixture(sizes: MoEConfig, global_batch: int) -> piper.Job:
-    """What trains a mixture of these sizes on the text; its loss is the text's and that which balances experts."""
+    """Return the job that trains a mixture of these sizes on the text, with a loss that balances experts."""
     # In float32, because a CPU may have no products of bfloat16. On GPUs leave `precision` out.
     made = piper.models.job(sizes, global_batch=global_batch, precision="float32", lr=2e-3, clip_norm=1.0)
     return replace(made, batch=partial(batch, global_batch, sizes.length))
@@ -85,7 +85,7 @@ def loop(work: piper.Job, steps: int, settings: Settings, repeats: int = 7) -> S
 
 
 def load_of_experts(folder: Path) -> str:
-    """What the steps of a run logged of its experts, as a table by layer: the first step, and the mean of the last ten."""
+    """Return what the steps of a run logged of its experts, by layer: the first step, and the mean of the last ten."""
     found = [json.loads(line)["experts"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = ["load of experts, by layer: of the first step -> mean of the last ten"]
     for layer in found[0]:
