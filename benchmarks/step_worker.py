@@ -22,6 +22,7 @@ import torch.distributed as dist
 from benchmarks.fsdp2_side import TorchSharded, most_allocated
 from benchmarks.step_profile import Profile, profiled
 from benchmarks.step_sides import Ours, Setup, Side, theirs
+from piper_runtime.rank import keep_freed_memory
 
 WARM_UP = 3
 CHECKED_STEPS = 3
@@ -60,6 +61,7 @@ class Measured:
 def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, Any]) -> None:
     """Run as the process's main function: it sends a Measured, or the text of what went wrong."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as our workers do; it is for both sides
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both sides over loopback
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces itself otherwise
 

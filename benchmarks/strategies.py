@@ -14,7 +14,7 @@ import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import GPT, SMALL, job
 from piper.api import capturing
-from piper_compiler.capture import Captured
+from piper_compiler.capture import Traced
 from piper_runtime import Job
 
 COUNT, QUICK_COUNT = 100, 10
@@ -32,9 +32,9 @@ def counted() -> Iterator[list[Job]]:
     captured: list[Job] = []
     plain = capturing._capture
 
-    def counting(job: Job) -> Captured:
+    def counting(job: Job, evaluating: bool = False) -> Traced:
         captured.append(job)
-        return plain(job)
+        return plain(job, evaluating)
 
     capturing._capture = counting
     try:

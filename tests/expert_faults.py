@@ -15,10 +15,12 @@ from piper.models import moe
 from piper_compiler.capture.dispatch import Dispatched
 from piper_ir.layout import DimPart
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, SquaredNorm
+from piper_ir.ops import Collective, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_runtime.engine import inline
-from piper_runtime.rank import layouts
+from piper_runtime.rank import layouts, parts
+from piper_runtime.rank.rank_state import RankState
+from piper_runtime.rank.update_scale import scale_of
 from tests import compositions, models
 from tests.compositions import Composition
 from tests.job_faults import JobFault, Judged
@@ -302,6 +304,25 @@ def gradients_of_own_rows(c: Composition) -> Judged | None:
         return _judged(c) if _shared(c) else None
 
 
+def experts_averaged_over_ep(c: Composition) -> Judged | None:
+    """The gradients of experts are divided by the number of devices that share them, as if they were sums of replicas."""
+    right = scale_of
+
+    def averaging(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
+        scale, shared = right(part, op, rank), set(rank.plan.experts)
+        own = [rank.store.flat_grads[b] for b in op.buckets if shared & set(rank.plan.bucket(b).parts)]
+
+        def averaged() -> float | torch.Tensor:
+            for flat in own:
+                flat.div_(c.ep)
+            return scale()
+
+        return averaged
+
+    with patch.object(parts, "scale_of", averaging):
+        return _judged(c) if _shared(c) else None
+
+
 def combined_without_weights(c: Composition) -> Judged | None:
     """The results of a token's experts are added up as they are."""
     if not _shared(c):
@@ -324,5 +345,5 @@ def combined_without_weights(c: Composition) -> Judged | None:
 
 EXPERT_RUNS: tuple[JobFault, ...] = (
     blocks_of_the_next, blocks_in_another_order, places_permuted, dimensions_swapped, rows_permuted, gradients_of_own_rows,
-    combined_without_weights,
+    experts_averaged_over_ep, combined_without_weights,
 )  # fmt: skip

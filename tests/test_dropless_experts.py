@@ -17,7 +17,7 @@ from piper.api.compiling import Compiled
 from piper_ir.errors import DirectiveError, RankError
 from piper_ir.layout import DimPart
 from piper_ir.verify import verify
-from piper_ops import rounds
+from piper_ops import reserved, rounds
 from piper_runtime.launch.processes import Pool
 from tests import expert_loops, parity
 from tests.steered import DEVICES, EXPERTS, LOADS, TOKENS, WIDTH, Steered, SteeredMixture, batch
@@ -91,7 +91,7 @@ def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load
 
 
 def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_reserve", lambda *_: None)
+    monkeypatch.setattr(reserved, "reserve", lambda *_: None)
     made = compiled("uniform", Mesh(ep=DEVICES))
     assert lies(made.plan, run(made).memory)
 

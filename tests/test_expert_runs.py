@@ -170,7 +170,7 @@ def scheduled(name: str, microbatches: int, experts: float = 1.0, orders: str = 
         for module in (durations, schedule):
             patch.setattr(module, "LINK", 2560 / EXCHANGE)
         costs = exchanges.durations(exchanges.compiled(work, directives).plan, experts)
-        with exchanges.four_orders() if orders == "four" else nullcontext():
+        with {"four": exchanges.four_orders, "earliest": exchanges.earliest}.get(orders, nullcontext)():
             return exchanges.compiled(work, directives, costs=costs), costs
 
 
@@ -190,6 +190,15 @@ def test_negative_control_orders_that_do_not_look_at_messages_expose_them() -> N
     assert hidden.paired is not None and exposed.paired is not None
     assert hidden.paired < 1e-9 and exposed.paired > 0.1
     assert exposed.step > hidden.step + 1.9, "two exchanges"
+
+
+@pytest.mark.parametrize("microbatches", [4, pytest.param(6, marks=pytest.mark.long)])
+def test_a_short_step_hides_its_messages_although_it_ends_as_early_without(microbatches: int) -> None:
+    """Another device decides when so short a step ends; the earliest of equals would leave messages exposed."""
+    hidden, exposed = (exchanges.simulated(*scheduled(PAIRS, microbatches, orders=o)) for o in ("five", "earliest"))
+    assert hidden.step == pytest.approx(exposed.step)
+    assert hidden.paired is not None and exposed.paired is not None
+    assert hidden.paired < 1e-9 and exposed.paired > 0.1 and hidden.whole < exposed.whole
 
 
 def test_what_computation_cannot_cover_is_exposed() -> None:

@@ -25,11 +25,14 @@ STAGES = (piper.partition(stages=2), *(piper.place(where(stage=r), on=dict(ep=r)
 
 
 class Mixture(nn.Module):
-    """Two layers, in which every fourth of a row's places goes to one expert; `kind` is what is special about the experts."""
+    """Layers in which every fourth of a row's places goes to one expert; `kind` is what is special about the experts.
+
+    The plain one has two layers, the others one, since a second one is traced anew: its input has a gradient.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(1 if kind else 2))
         self.out = nn.Linear(W, 1)
 
     def forward(self, x: Tensor) -> Tensor:

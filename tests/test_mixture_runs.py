@@ -107,6 +107,16 @@ def test_every_token_of_a_step_is_counted_once() -> None:
     assert logged(*BIDIRECTIONAL) == alone(), "both directions, two replicas and two microbatches each way"
 
 
+def test_a_dropless_mixture_is_counted_and_nothing_overflows() -> None:
+    found: list[dict[str, Any]] = []
+    work = models.job(replace(CONFIG, capacity_factor=None), global_batch=8, precision="float64")
+    made = piper.compile(work, piper.Strategy(Mesh(pp=1), ()))
+    piper.execute(made, steps=1, launcher="inline", on_step=lambda record: found.append(dict(record.experts)))
+    for of, bounded in zip(found[0].values(), alone()[0].values(), strict=True):
+        assert sum(of["tokens"]) == 128 and of["mean"] == 32 and of["max"] == max(of["tokens"]) > 32
+        assert of["overflow"] == 0 < bounded["overflow"]
+
+
 def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     def last(self: RankState, buffer: str, tokens: torch.Tensor) -> None:
         self.counted[buffer] = self.store.buffers[buffer].copy_(tokens)

@@ -14,6 +14,7 @@ from piper_ops import (
     OP_KERNELS,
     PORTABLE,
     UnsupportedVariant,
+    bags,
     cpu_workspace,
     cuda_workspace,
     experts,
@@ -82,13 +83,13 @@ def test_experts_by_ops_equal_a_loop(top: int) -> None:
 
 WRONG: dict[str, tuple[str, Any]] = {
     "combined without shares": (
-        "_unroute_kernel",
+        "unroute",
         lambda right: lambda rows, chosen, share: right(rows, chosen, share.abs().sign()),
     ),
-    "rows in the order of choices": ("_places", lambda right: lambda chosen: torch.arange(chosen.numel()).view(chosen.shape)),
+    "rows in the order of choices": ("places", lambda right: lambda chosen: torch.arange(chosen.numel())),
     "sorted the other way around": (
-        "_sorted_choices",
-        lambda right: lambda chosen: torch.sort(chosen.flatten(), descending=True),
+        "order",
+        lambda right: lambda chosen, *_: torch.sort(chosen.flatten(), descending=True).indices,
     ),
 }
 
@@ -96,11 +97,10 @@ WRONG: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_the_loop_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attribute, wrong = WRONG[name]
-    right = getattr(experts, attribute)
-    if attribute == "_unroute_kernel":
+    if attribute == "unroute":
         monkeypatch.setitem(globals(), "unroute", wrong(unroute))
     else:
-        monkeypatch.setattr(experts, attribute, wrong(right))
+        monkeypatch.setattr(bags, attribute, wrong(getattr(bags, attribute)))
     assert difference() > 1e-3
 
 
@@ -204,13 +204,43 @@ def test_calls_cover_the_ops_of_experts() -> None:
     assert ops == {f"piper::{name}" for name in CALLS}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_hold_what_is_counted(name: str) -> None:
-    op, args = call(name)
-    held = peak_bytes_inside(OP_KERNELS[op], *args)
-    assert held == cpu_workspace(op, args, op(*args))
-    on_cuda = cuda_workspace(op, args, op(*args))
-    assert (on_cuda.bytes if on_cuda else 0) == held
+def test_kernels_hold_what_is_counted(name: str, dtype: torch.dtype) -> None:
+    op, args = call(name, dtype)
+    assert peak_bytes_inside(OP_KERNELS[op], *args) == cpu_workspace(op, args, op(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", [n for n in CALLS if "route" in n])
+def test_a_gpu_holds_what_its_kernel_holds_here(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "_refuse_unknown", lambda chosen, experts: None)  # asks a GPU
+    op, args = call(name, dtype)
+    held = peak_bytes_inside(getattr(experts, f"_{name}_picked"), *args)
+    found = cuda_workspace(op, args, op(*args))
+    assert found is not None and found.bytes >= held > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [n for n in CALLS if "route" in n])
+def test_sums_in_bags_are_those_of_rows_one_by_one(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: places that are off by one."""
+    monkeypatch.setattr(experts, "_refuse_unknown", lambda chosen, experts: None)
+    args = tuple(dtype if isinstance(a, torch.dtype) else a for a in call(name, dtype)[1])
+    exact = 64 * torch.finfo(dtype).eps
+    ours, theirs = (k(*args) for k in (experts.CPU_KERNELS[name], getattr(experts, f"_{name}_picked")))
+    torch.testing.assert_close(ours, theirs, rtol=exact, atol=exact)
+    right = bags.order
+    monkeypatch.setattr(bags, "order", lambda *args: right(*args).roll(1))
+    wrong = experts.CPU_KERNELS[name](*args)
+    first, other = (made[0] if isinstance(made, tuple) else made for made in (wrong, theirs))
+    assert not torch.allclose(first, other)
+
+
+@pytest.mark.parametrize("experts_of", [3, 1 << 15, 1 << 20])
+def test_choices_are_sorted_as_torch_sorts_them(experts_of: int) -> None:
+    chosen = torch.randint(experts_of, (50, 4))
+    assert torch.equal(bags.order(chosen), chosen.view(-1).sort(stable=True).indices)
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if "grouped" not in n])

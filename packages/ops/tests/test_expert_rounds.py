@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from piper_ops import (
     DIRECT,
     OP_KERNELS,
+    TRADES,
+    Cuts,
     ExpertsOverflow,
     cpu_workspace,
     experts_checked,
@@ -119,7 +122,7 @@ def test_blocks_are_what_picked_rows_are(slot: int, monkeypatch: pytest.MonkeyPa
         for place, own in enumerate(rows):
             found = []
             for counted in (True, False):
-                monkeypatch.setattr(trades, "_counted", lambda _, counted=counted: counted)
+                monkeypatch.setattr(trades, "counted", lambda _, counted=counted: counted)
                 sent = trades.send(own, table, place, slot, number, places)
                 full = torch.randn(sent.shape, dtype=sent.dtype, generator=torch.Generator().manual_seed(number))
                 taken, counts = trades.take(full, table, place, number, slot)
@@ -129,6 +132,48 @@ def test_blocks_are_what_picked_rows_are(slot: int, monkeypatch: pytest.MonkeyPa
                 assert torch.equal(again[: counts.sum()], taken[: counts.sum()])
             if places == slot:
                 assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def traded(slot: int, lost: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What each device has in round 0, how many rows each expert has, and what comes back, in messages cut to the rows."""
+    rows, table, _ = drawn(slot)
+    all_given: dict[int, tuple[Tensor, Cuts]] = {}
+    there, found = threading.Barrier(DEVICES), dict[int, tuple[Tensor, Tensor, Tensor]]()
+
+    def run(place: int) -> None:
+        def exchange(kind: str, axis: str, given: Tensor, cuts: Cuts) -> Tensor:
+            all_given[place] = given, cuts
+            there.wait()
+            parts = [g[: sum(c.sent)].split(list(c.sent))[place] for g, c in (all_given[k] for k in range(DEVICES))]
+            assert [len(part) for part in parts] == list(cuts.got)
+            cuts.into[: sum(cuts.got)] = torch.cat(parts)
+            there.wait()
+            return cuts.into
+
+        mine, counts = TRADES["there"](exchange, "ep", rows[place], table, place, slot)
+        box = [mine.roll(lost, 0)]
+        found[place] = mine, counts, TRADES["back"](exchange, "ep", box, table, place, len(rows[place]))
+        assert not box
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(DEVICES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[place] for place in range(DEVICES)]
+
+
+@pytest.mark.parametrize("slot", [1, 3, 7, 20])
+def test_messages_cut_to_the_rows_bring_what_whole_ones_bring(slot: int) -> None:
+    """Also where some rows must wait for a further round; the control puts rows into other places before they go back."""
+    rows, table, _ = drawn(slot)
+    came = exchanged([trades.send(r, table, k, slot, 0) for k, r in enumerate(rows)])
+    taken = [trades.take(c, table, k, 0) for k, c in enumerate(came)]
+    back = exchanged([trades.give(mine, table, k, 0) for k, (mine, _) in enumerate(taken)])
+    home = [trades.home(b, table, k, len(rows[k]), 0) for k, b in enumerate(back)]
+    for (mine, counts, came_back), (wanted, of), at_home in zip(traded(slot), taken, home, strict=True):
+        assert torch.equal(mine, wanted) and torch.equal(counts, of) and torch.equal(came_back, at_home)
+    assert not all(torch.equal(wrong[2], right) for wrong, right in zip(traded(slot, lost=1), home, strict=True))
 
 
 CALLS: dict[str, Any] = {

@@ -61,6 +61,7 @@ REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ..
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.0, True, enable_gqa=True),
         lambda: (heads(), heads(2), heads(2)),
     ),
+    "sdpa one head of keys": ("attention", F.scaled_dot_product_attention, lambda: (heads(), heads(1), heads(1))),
     "F.cross_entropy": (
         "cross_entropy",
         lambda a, t: F.cross_entropy(a.view(-1, 16), t.view(-1), ignore_index=-1),
@@ -82,6 +83,34 @@ REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ..
         lambda: (x(), TARGET),
     ),
 }
+
+
+WEIGHTS = torch.linspace(0.5, 2, 16, dtype=f64)
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "class weights": lambda a, t: F.cross_entropy(a.view(-1, 16), t.view(-1), WEIGHTS.to(a), ignore_index=-1),
+    "smoothing": lambda a, t: F.cross_entropy(a.view(-1, 16), t.view(-1), ignore_index=-1, label_smoothing=0.1),
+    "both": lambda a, t: F.cross_entropy(
+        a.transpose(1, 2), t, WEIGHTS.to(a), ignore_index=-1, reduction="none", label_smoothing=0.1
+    ),
+    "probabilities": lambda a, t: nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.2)(a[:, 0], (a[:, 1] * 2).softmax(1)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_other_cross_entropies_stay_torchs(name: str, capture: Any) -> None:
+    """The loss is float32 in half precision, as that of the fused operation."""
+    fn = LOSSES[name]
+    for a in (x(), x().detach().bfloat16().requires_grad_()):
+        gm, inputs = capture(fn, a, TARGET)
+        replace_portable(gm)
+        assert ops(gm) == []
+        ours, wide = gm(*inputs)[0], a.detach().to(f64).requires_grad_()
+        eager = fn(wide, TARGET)
+        assert ours.dtype == (f64 if a.dtype == f64 else torch.float32)
+        off = TOLERANCE if a.dtype == f64 else 0.03
+        torch.testing.assert_close(ours.to(f64), eager, rtol=off, atol=off)
+        grads = torch.autograd.grad(ours.sum(), a)[0], torch.autograd.grad(eager.sum(), wide)[0]
+        torch.testing.assert_close(grads[0].to(f64), grads[1], rtol=off, atol=off)
 
 
 def split(a: Tensor) -> Tensor:
@@ -109,6 +138,8 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]] 
     ),
     "learned bias": (sdpa, lambda: (heads(), heads(), heads(), torch.randn(4, 8, 8, dtype=f64, requires_grad=True))),
     "keys of one row": (sdpa, lambda: (heads(), *(torch.randn(1, 4, 3, 16, dtype=f64, requires_grad=True) for _ in "kv"))),
+    "one head of keys alone": (sdpa, lambda: (heads(), heads(1), heads())),
+    "one head of queries": (sdpa, lambda: (heads(1), heads(), heads())),
     "of two dimensions": (sdpa, lambda: tuple(torch.randn(8, 16, dtype=f64, requires_grad=True) for _ in range(3))),
 }
 
@@ -337,21 +368,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "layer_norm: weight or bias .*float32 beside an input of torch.bfloat16",
         "one shape and dtype",
     ),
-    "class weights": (
-        lambda a: F.cross_entropy(a.view(-1, 16), ROWS.view(-1), torch.ones(16, dtype=f64)),
-        "cross_entropy: class weights",
-        "reduction='none'",
-    ),
-    "label smoothing": (
-        lambda a: nn.CrossEntropyLoss(label_smoothing=0.1)(a.view(-1, 16), ROWS.view(-1)),
-        "cross_entropy: label_smoothing=0.1",
-        "log_softmax",
-    ),
-    "class probabilities": (
-        lambda a: F.cross_entropy(a.view(-1, 16), a.detach().view(-1, 16)),
-        "cross_entropy: class probabilities",
-        "log_softmax",
-    ),
     "legacy reduction": (
         lambda a: F.cross_entropy(a.view(-1, 16), ROWS.view(-1), size_average=False),
         "cross_entropy: the legacy arguments",
@@ -369,7 +385,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "batch_norm: batch statistics",
         "LayerNorm",
     ),
-    "instance norm": (nn.InstanceNorm1d(8, dtype=f64), "instance_norm: ", "group_norm"),
+    "instance norm": (nn.InstanceNorm1d(8, track_running_stats=True, dtype=f64), "instance_norm: ", "track_running_stats=False"),
     "native layer norm": (
         lambda a: torch.native_layer_norm(a, (16,), None, None, 1e-5)[0],
         "native_layer_norm: ",
@@ -390,6 +406,26 @@ def test_refused_with_op_variant_line_and_way_out(name: str, capture: Any) -> No
         lines, first = inspect.getsourcelines(fn)
         named = [f"{__file__}:{first + i}" for i in range(len(lines))]
         assert any(f"{line})" in str(caught.value) for line in named)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.InstanceNorm1d(8, affine=True, dtype=f64),
+        F.instance_norm,
+        lambda a: torch.instance_norm(a, *[None] * 4, True, 0.1, 0.1, True),
+    ],
+    ids=["module", "function", "torch's"],
+)
+def test_instance_norm_is_a_group_norm(norm: Callable[[Tensor], Tensor], capture: Any) -> None:
+    given = x()
+    gm, inputs = capture(norm, given)
+    replace_portable(gm)
+    assert any(node.target is F.group_norm for node in gm.graph.nodes)
+    (ours,), eager = gm(*inputs), norm(given)
+    tangent = torch.randn(eager.shape, dtype=f64)
+    grads = [torch.autograd.grad(out, given, tangent)[0] for out in (ours, eager)]
+    torch.testing.assert_close((ours, grads[0]), (eager, grads[1]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_eval_batch_norm_passes(capture: Any) -> None:

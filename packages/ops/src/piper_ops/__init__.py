@@ -38,6 +38,7 @@ from piper_ops.norms import (
     rms_norm_wgrad,
 )
 from piper_ops.opaque import Returned, backward_step, forward_step, storage_key
+from piper_ops.packed import TRADES, Cuts
 from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
@@ -81,6 +82,8 @@ __all__ = [
     "ANY_ROWS",
     "PLACED",
     "ROUNDS",
+    "TRADES",
+    "Cuts",
     "experts_checked",
     "experts_drop",
     "experts_further_dgrad_",

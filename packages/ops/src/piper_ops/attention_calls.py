@@ -9,7 +9,7 @@ own attention does on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ def rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
     if call.dropout or _mask_trained(build, call):
         return written_out(build, call)
     shapes = [build.example(t).shape for t in call.tensors]
+    if [len(s) for s in shapes] == [4, 4, 4] and not call.gqa:
+        heads = [shape[1] for shape in shapes]
+        if heads[1:] == [1, 1] and heads[0] != 1:
+            call = replace(call, gqa=True)  # keys of one head are broadcast: all heads of queries are one group
+        elif heads != [heads[0]] * 3:
+            return written_out(build, call)
     if [len(s) for s in shapes] == [4, 4, 4] and not _broadcast(shapes):
         return _fused(build, call)
     if [len(s) for s in shapes] == [3, 3, 3] and not _broadcast(shapes) and not call.gqa:

@@ -74,7 +74,8 @@ def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
 def sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple[int, int, int]]:
     """Return for each device how many of its rows are before those that are sent, are sent, and are behind."""
     found = []
-    for total in table[place].view(table.shape[0], -1).sum(1).tolist():
+    counts, own = table[place].tolist(), table.shape[1] // table.shape[0]
+    for total in (sum(counts[k : k + own]) for k in range(0, len(counts), own)):
         before = min(total, first)
         size = min(total - before, places)
         found.append((before, size, total - before - size))
@@ -84,6 +85,51 @@ def sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple
 def _at_home(sizes: Sequence[tuple[int, int, int]], rows: int) -> list[int]:
     flat = [size for of in sizes for size in of]
     return [*flat, rows - sum(flat)]
+
+
+def take_packed(came: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows that came in behind each other, sorted by expert and then by device."""
+    flat = [size for of in sizes for size in of]
+    given = came.split_with_sizes([*flat, came.shape[0] - sum(flat)])
+    made = torch.empty_like(came)
+    *into, rest = made.split_with_sizes(_turned(sizes, made.shape[0]))
+    _copied(into, [given[k] for k in _order(sizes)], [rest])
+    return made
+
+
+def give_packed(made: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows that are sorted by expert as they came in, behind each other."""
+    out = torch.empty_like(made)
+    flat = [size for of in sizes for size in of]
+    into = out.split_with_sizes([*flat, out.shape[0] - sum(flat)])
+    *given, _ = made.split_with_sizes(_turned(sizes, made.shape[0]))
+    _copied([into[k] for k in _order(sizes)], given, ())
+    return out
+
+
+def _order(sizes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the numbers of the blocks of a device's experts, by expert and then by device."""
+    each = len(sizes[0])
+    return [device * each + expert for expert in range(each) for device in range(len(sizes))]
+
+
+def packed(rows: Tensor, sizes: Sequence[tuple[int, int, int]], shape: Sequence[int]) -> Tensor:
+    """Return what goes to each device, behind each other, in a tensor of this shape."""
+    out = rows.new_empty(shape)
+    kept = [size for _, size, _ in sizes]
+    *into, _ = out.split_with_sizes([*kept, out.shape[0] - sum(kept)])
+    _copied(into, rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3], ())
+    return out
+
+
+def home_packed(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tensor:
+    """Return rows that came in behind each other where they were sent from, and zeros elsewhere."""
+    out = back.new_empty((rows, back.shape[1]))
+    into = out.split_with_sizes(_at_home(sizes, rows))
+    kept = [size for _, size, _ in sizes]
+    *given, _ = back.split_with_sizes([*kept, back.shape[0] - sum(kept)])
+    _copied(into[1::3], given, [gap for k, gap in enumerate(into) if k % 3 != 1])
+    return out
 
 
 def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Tensor:

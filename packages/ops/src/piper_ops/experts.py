@@ -16,12 +16,14 @@ its sizes allow; anything else is a product per expert, for which the host waits
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from piper_ops import bags
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import DIRECT, FLOATS, LIBRARY, accumulate_dtype, contiguous_empty, define
 
@@ -87,13 +89,8 @@ def _places(chosen: Tensor) -> Tensor:
 
 
 def _refuse_unknown(chosen: Tensor, experts: int) -> None:
-    """Raise IndexError for an expert that does not exist; a GPU is not waited for."""
-    wrong = ((chosen < 0) | (chosen >= experts)).any()
-    if wrong.device.type == "cpu":
-        if bool(wrong):
-            raise IndexError(f"route: a chosen expert is out of range: there are {experts}, from 0 on")
-    else:
-        torch._assert_async(~wrong)
+    """Fail for an expert that does not exist, without waiting for the GPU."""
+    torch._assert_async(~((chosen < 0) | (chosen >= experts)).any())
 
 
 def _route_fake(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +99,7 @@ def _route_fake(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor
     return contiguous_empty(x, (rows, x.shape[1])), contiguous_empty(chosen, (experts,))
 
 
-def _route_kernel(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def _route_picked(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     _refuse_unknown(chosen, experts)
     expert, choice = _sorted_choices(chosen)
     first = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device))
@@ -114,7 +111,7 @@ def _route_dgrad_fake(grad: Tensor, chosen: Tensor) -> Tensor:
     return contiguous_empty(grad, (chosen.shape[0], grad.shape[1]))
 
 
-def _route_dgrad_kernel(grad: Tensor, chosen: Tensor) -> Tensor:
+def _route_dgrad_picked(grad: Tensor, chosen: Tensor) -> Tensor:
     """Return for each token the sum of its rows, in the order of its choices."""
     place, dtype = _places(chosen), accumulate_dtype(grad.dtype)
     total = grad.index_select(0, place[:, 0]).to(dtype)
@@ -128,7 +125,7 @@ def _unroute_fake(rows: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
     return contiguous_empty(rows, (chosen.shape[0], rows.shape[1]))
 
 
-def _unroute_kernel(rows: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+def _unroute_picked(rows: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
     place, dtype = _places(chosen), accumulate_dtype(rows.dtype)
     share = share.to(dtype)
     total = rows.index_select(0, place[:, 0]) * share[:, :1]
@@ -141,7 +138,7 @@ def _unroute_dgrad_fake(grad: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
     return contiguous_empty(grad, (chosen.shape[0] * chosen.shape[1], grad.shape[1]))
 
 
-def _unroute_dgrad_kernel(grad: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+def _unroute_dgrad_picked(grad: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
     """Return for each row its token's gradient times its share."""
     choice = _sorted_choices(chosen)[1]
     share = share.reshape(-1).index_select(0, choice).to(accumulate_dtype(grad.dtype)).unsqueeze(1)
@@ -152,13 +149,33 @@ def _unroute_wgrad_fake(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch
     return contiguous_empty(chosen, chosen.shape, dtype)
 
 
-def _unroute_wgrad_kernel(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _unroute_wgrad_picked(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return for each share the product of its token's gradient and its row."""
     place, wide = _places(chosen), accumulate_dtype(grad.dtype)
     result = torch.empty(chosen.shape, dtype=dtype, device=grad.device)
     for k in range(chosen.shape[1]):
         result[:, k] = (grad * rows.index_select(0, place[:, k])).sum(1, dtype=wide)
     return result
+
+
+CPU_KERNELS: dict[str, Callable[..., Any]] = {
+    "route": bags.route,
+    "route_dgrad": lambda grad, *rest: (bags.route_dgrad if bags.takes(grad) else _route_dgrad_picked)(grad, *rest),
+    "unroute": lambda rows, chosen, share: (bags.unroute if bags.takes(rows, share) else _unroute_picked)(rows, chosen, share),
+    "unroute_dgrad": lambda grad, chosen, share: (bags.unroute_dgrad if bags.takes(grad, share) else _unroute_dgrad_picked)(
+        grad, chosen, share
+    ),
+    "unroute_wgrad": lambda grad, chosen, rows, dtype: (
+        bags.unroute_wgrad if grad.dtype == dtype and bags.takes(grad, rows) else _unroute_wgrad_picked
+    )(grad, chosen, rows, dtype),
+}
+"""The kernels of a CPU by the name of the op; on meta tensors they hold what they hold on a CPU."""
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    """Return the kernel of an op, which is another one on a CPU than elsewhere."""
+    on_cpu, elsewhere = CPU_KERNELS[name], globals()[f"_{name}_picked"]
+    return lambda first, *rest: (on_cpu if first.device.type == "cpu" else elsewhere)(first, *rest)
 
 
 # --- products
@@ -244,9 +261,10 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
 
 def _grouped_wgrad_add(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:
     sizes = _sizes(counts, rows.shape[0])
-    for x, above, result in zip(rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), total.unbind(), strict=False):
-        if x.shape[0]:
-            result.addmm_(x.t(), above)
+    columns = rows.t().split_with_sizes(sizes, 1)
+    for x, above, result in zip(columns, grad.split_with_sizes(sizes), total.unbind(), strict=False):
+        if x.shape[1]:
+            result.addmm_(x, above)
     return total
 
 
@@ -286,13 +304,15 @@ def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_rows, None, grouped_mm_wgrad(rows, counts, grad) if wants_weight else None
 
 
-route_dgrad = define("route_dgrad", "(Tensor grad, Tensor chosen) -> Tensor", _route_dgrad_fake, _route_dgrad_kernel, direct=True)
+route_dgrad = define(
+    "route_dgrad", "(Tensor grad, Tensor chosen) -> Tensor", _route_dgrad_fake, _by_device("route_dgrad"), direct=True
+)
 """An op that returns the gradient (N, W) of the tokens, given that of the rows."""
 route = define(
     "route",
     "(Tensor x, Tensor chosen, int experts) -> (Tensor, Tensor)",
     _route_fake,
-    _route_kernel,
+    _by_device("route"),
     check=_check_route,
     direct=True,
     backward=_route_backward,
@@ -307,7 +327,7 @@ unroute_dgrad = define(
     "unroute_dgrad",
     "(Tensor grad, Tensor chosen, Tensor share) -> Tensor",
     _unroute_dgrad_fake,
-    _unroute_dgrad_kernel,
+    _by_device("unroute_dgrad"),
     direct=True,
 )
 """An op that returns the gradient (N k, W) of the rows."""
@@ -315,7 +335,7 @@ unroute_wgrad = define(
     "unroute_wgrad",
     "(Tensor grad, Tensor chosen, Tensor rows, ScalarType dtype) -> Tensor",
     _unroute_wgrad_fake,
-    _unroute_wgrad_kernel,
+    _by_device("unroute_wgrad"),
     direct=True,
 )
 """An op that returns the gradient (N, k) of the shares, in `dtype`."""
@@ -323,7 +343,7 @@ unroute = define(
     "unroute",
     "(Tensor rows, Tensor chosen, Tensor share) -> Tensor",
     _unroute_fake,
-    _unroute_kernel,
+    _by_device("unroute"),
     check=_check_unroute,
     direct=True,
     backward=_unroute_backward,

@@ -64,7 +64,7 @@ class _Places:
     """Keep what autograd saves of parameters as places in them; tensors are made again from those in `given`."""
 
     def __init__(self, params: Mapping[int, torch.Tensor]) -> None:
-        self.given: dict[int, torch.Tensor] = {}
+        self.given = dict(params)  # a forward may ask for gradients itself
         self._params: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by storage; parameters may share one
         for k, t in sorted(params.items(), key=lambda item: item[1].storage_offset()):
             self._params.setdefault(storage_key(t), []).append((k, t))
@@ -87,6 +87,7 @@ class _Places:
 
     def ended(self) -> None:
         """Let go of the parameters of the forward."""
+        self.given.clear()
         self._params.clear()
 
 

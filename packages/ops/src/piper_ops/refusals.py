@@ -72,8 +72,16 @@ _TORCH_BATCH_NORM = Refusal(
     everywhere=True,
 )
 _INSTANCE_NORM = Refusal(
-    "instance_norm is computed as batch_norm, another kernel on every device",
-    "Use F.group_norm with as many groups as channels, which computes the same.",
+    "running averages of an instance norm make every row depend on the rows before it",
+    "Leave them out, as nn.InstanceNorm2d does unless it is told otherwise: track_running_stats=False.",
+    ("input", "running_mean"),
+    lambda bound: bound.get("running_mean") is not None,
+)
+_TORCH_INSTANCE_NORM = Refusal(
+    _INSTANCE_NORM.reason,
+    _INSTANCE_NORM.way_out,
+    ("input", "weight", "bias", "running_mean"),
+    _INSTANCE_NORM.applies,
 )
 _NATIVE_NORM = Refusal(
     "its statistics have another dtype on every device, and its backward gives input and weight gradients in one kernel",
@@ -81,7 +89,8 @@ _NATIVE_NORM = Refusal(
 )
 _CTC = Refusal(
     "ctc_loss is a cuDNN kernel on CUDA for some inputs only",
-    "Register it with torch.library: custom_op, register_fake and register_autograd.",
+    "Let the model compute it, in a small nn.Module that gets the labels and the lengths as tensors: this module then runs by "
+    "autograd as it is.",
 )
 _AUTOCAST = Refusal(
     "autocast inside the model: its casts of parameters would be saved for every microbatch",
@@ -101,7 +110,7 @@ REFUSALS: Mapping[object, Refusal] = {
     torch.batch_norm: _TORCH_BATCH_NORM,
     torch.native_batch_norm: _TORCH_BATCH_NORM,
     F.instance_norm: _INSTANCE_NORM,
-    torch.instance_norm: _INSTANCE_NORM,
+    torch.instance_norm: _TORCH_INSTANCE_NORM,
     torch.native_layer_norm: _NATIVE_NORM,
     F.ctc_loss: _CTC,
     torch.ctc_loss: _CTC,

@@ -10,6 +10,7 @@ from torch import fx
 
 from piper_ops.attention_calls import ATTENTION, rewrite_attention
 from piper_ops.builder import Bound, Builder, constant
+from piper_ops.library import accumulate_dtype
 from piper_ops.losses import cross_entropy
 from piper_ops.norms import layer_norm, rms_norm
 
@@ -26,27 +27,32 @@ def _rewrite_rms_norm(build: Builder, bound: Bound) -> fx.Node:
     return build.first(build.call(rms_norm, bound["input"], shape, bound.get("weight"), eps))
 
 
-def _check_cross_entropy(build: Builder, bound: Bound) -> None:
-    if bound.get("weight") is not None:
-        raise build.refuse(
-            "class weights",
-            "Write it out: (w * F.cross_entropy(x, t, reduction='none')).sum() / w.sum() with w = weight[t], or 0 where "
-            "t is ignored.",
-        )
-    if bound.get("size_average") is not None or bound.get("reduce") is not None:
-        raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
-    smoothing = constant(build, bound, "label_smoothing", 0.0)
-    if smoothing:
-        raise build.refuse(
-            f"label_smoothing={smoothing}", "Write it out: (1 - s) * F.cross_entropy(x, t) - s * F.log_softmax(x, 1).mean()."
-        )
-    if build.example(bound["target"]).is_floating_point():
-        raise build.refuse("class probabilities as targets", "Write it out: -(t * F.log_softmax(x, 1)).sum(1).mean().")
+def _rewrite_instance_norm(build: Builder, bound: Bound) -> fx.Node:
+    """Call group_norm with a group for each channel: an instance norm without running averages is just that."""
+    x = bound["input"]
+    eps = constant(build, bound, "eps", 1e-5)
+    return build.call(F.group_norm, x, build.example(x).shape[1], bound.get("weight"), bound.get("bias"), eps)
 
 
 def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
+    """Call the fused loss where it computes what is asked for, else torch's with its logits as wide as a loss is."""
+    if bound.get("size_average") is not None or bound.get("reduce") is not None:
+        raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
+    smoothing, weight = constant(build, bound, "label_smoothing", 0.0), bound.get("weight")
+    if weight is None and not smoothing and not build.example(bound["target"]).is_floating_point():
+        return _fused_cross_entropy(build, bound)
+    logits = build.example(bound["input"])
+    if weight is not None and build.example(weight).dtype != logits.dtype:
+        both = f"class weights of {build.example(weight).dtype} beside logits of {logits.dtype}"
+        raise build.refuse(both, "Cast them where they meet: weight.to(logits.dtype).")
+    wide = build.method("to", bound["input"], accumulate_dtype(logits.dtype))
+    weight = None if weight is None else build.method("to", weight, accumulate_dtype(logits.dtype))
+    reduction, ignored = constant(build, bound, "reduction", "mean"), constant(build, bound, "ignore_index", -100)
+    return build.call(F.cross_entropy, wide, bound["target"], weight, None, ignored, None, reduction, smoothing)
+
+
+def _fused_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
     """Move classes last and everything else into rows; reduction "none" gets the target's shape back."""
-    _check_cross_entropy(build, bound)
     logits, target = bound["input"], bound["target"]
     reduction = constant(build, bound, "reduction", "mean")
     ignore = constant(build, bound, "ignore_index", -100)
@@ -63,6 +69,10 @@ def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
     return loss
 
 
+_NORMALISED = ("use_input_stats", "momentum", "eps")
+_INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", *_NORMALISED)
+_TORCH_INSTANCE_NORM = ("input", "weight", "bias", "running_mean", "running_var", *_NORMALISED, "cudnn_enabled")
+
 Rewrite = Callable[[Builder, Bound], fx.Node]
 
 _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
@@ -76,6 +86,8 @@ REWRITES: Mapping[object, tuple[tuple[str, ...], Rewrite]] = {
     torch.layer_norm: ((*_LAYER_NORM, "cudnn_enable"), _rewrite_layer_norm),
     F.rms_norm: (_RMS_NORM, _rewrite_rms_norm),
     torch.rms_norm: (_RMS_NORM, _rewrite_rms_norm),
+    F.instance_norm: (_INSTANCE_NORM, _rewrite_instance_norm),
+    torch.instance_norm: (_TORCH_INSTANCE_NORM, _rewrite_instance_norm),
     F.cross_entropy: (_CROSS_ENTROPY, _rewrite_cross_entropy),
 }
 """The parameters of each call target, by position, and its rewrite. No tensor method is among the targets."""

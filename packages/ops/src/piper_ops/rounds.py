@@ -23,14 +23,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from mmap import mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from piper_ops import reserved
 from piper_ops.errors import ExpertsOverflow
 from piper_ops.library import LIBRARY, contiguous_empty, define
+from piper_ops.trades import counted as _counted
 from piper_ops.trades import give as _give
 from piper_ops.trades import home as _home
 from piper_ops.trades import send as _send
@@ -47,7 +48,16 @@ def round_count(table: Tensor, slot: int) -> int:
     """Return how many rounds all devices run: at least one; the host waits for it. Two for tensors without content."""
     if table.is_meta:
         return 2
-    return max(1, -(-int(_totals(table).max()) // slot))
+    return max(1, -(-_most(table) // slot))
+
+
+def _most(table: Tensor) -> int:
+    """Return how many rows the fullest pair of devices has."""
+    if not _counted(table):
+        return int(_totals(table).max())
+    counted: list[list[int]] = table.tolist()
+    own = table.shape[1] // table.shape[0]
+    return max(sum(counts[k : k + own]) for counts in counted for k in range(0, len(counts), own))
 
 
 # --- further rounds
@@ -77,7 +87,7 @@ class _Rounds:
         """Return how many rows the fullest pair of devices trades in a round, as far as the body can take them."""
         if not self._any_rows or self._table.is_meta:
             return self._slot
-        return max(1, min(self._slot, int(_totals(self._table).max()) - number * self._slot))
+        return max(1, min(self._slot, _most(self._table) - number * self._slot))
 
     def there(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return the rows of all devices for the own experts, and their counts."""
@@ -102,25 +112,22 @@ class _Rounds:
         return slice(found[0], found[-1] + 1) if found else slice(0, 1)
 
 
-def _reserve(room: int, device: torch.device) -> None:
-    """Ask for the memory of further rounds, whether there will be some or not.
-
-    A CPU's is asked of the system itself: malloc, given back as much, hands over pages that the step uses next.
-    """
-    if device.type == "cpu" and room:
-        torch.frombuffer(mmap(-1, room), dtype=torch.uint8).view(-1)
-    else:
-        torch.empty(room, dtype=torch.uint8, device=device)
-
-
 def run_return(
     exchange: Exchanged, back: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
     body: str, axis: str, slot: int, place: int, room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Compute piper::experts_return."""
-    _reserve(room[0], rows.device)
-    run = _Rounds(exchange, table, body, axis, slot, place)
+    reserved.reserve(room[0], rows.device)
     out = _home(back, table, place, rows.shape[0], 0)
+    return add_further(exchange, out, rows, table, weights, body, axis, slot, place)
+
+
+def add_further(
+    exchange: Exchanged, out: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
+    body: str, axis: str, slot: int, place: int,
+) -> Tensor:  # fmt: skip
+    """Add the rows of further rounds to those of round 0, where they were sent from."""
+    run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
         out += run.back(run.made(*run.there(rows, number), weights), rows.shape[0], number)
     return out
@@ -129,14 +136,14 @@ def run_return(
 def run_return_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of the rows of further rounds; those of round 0 have zeros."""
     *how, room = rest
-    _reserve(room[1], rows.device)
+    reserved.reserve(room[1], rows.device)
     return _add_dgrad(exchange, torch.zeros_like(rows), grad, rows, *how)
 
 
 def run_further_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     """Add the same to the gradient of the rows of round 0."""
     *how, room, total = rest
-    _reserve(room[3], rows.device)
+    reserved.reserve(room[3], rows.device)
     return _add_dgrad(exchange, total, grad, rows, *how)
 
 
@@ -160,7 +167,7 @@ def _add_dgrad(
 def run_return_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Any, *rest: Any) -> list[Tensor]:
     """Compute the gradients of the wanted matrices in further rounds."""
     *how, room, wanted = rest
-    _reserve(room[2], rows.device)
+    reserved.reserve(room[2], rows.device)
     totals = [torch.zeros_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
     _add_wgrad(exchange, totals, wanted, grad, rows, table, weights, *how)
     return totals
@@ -169,7 +176,7 @@ def run_return_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, table: Ten
 def run_further_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     """Add the same to what sums up the gradients of the matrices."""
     *how, room, wanted, others, total = rest
-    _reserve(room[4], rows.device)
+    reserved.reserve(room[4], rows.device)
     _add_wgrad(exchange, [total, *others], wanted, grad, rows, *how)
     return total  # type: ignore[no-any-return]  # a tensor
 
@@ -206,7 +213,7 @@ def _drop_kernel(chosen: Tensor, experts: int, degree: int, slot: int) -> Tensor
 
 def _checked_kernel(table: Tensor, slot: int, bound: float, rows: int, mean: float) -> Tensor:
     if not table.is_meta and round_count(table, slot) > 1:
-        most = int(_totals(table).max())
+        most = _most(table)
         enough = math.ceil(-(-most // rows) / mean * 100) / 100
         raise ExpertsOverflow(
             f"a device has {most} rows for the experts of another, and bound={bound:g} has places for {slot}; "

@@ -17,7 +17,7 @@ def totals(table: Tensor) -> Tensor:
     return table.view(table.shape[0], table.shape[0], -1).sum(2)
 
 
-def _counted(table: Tensor) -> bool:
+def counted(table: Tensor) -> bool:
     """Return whether the host has the counts, so that rows are copied as blocks."""
     return table.device.type == "cpu"
 
@@ -28,7 +28,7 @@ def send(rows: Tensor, table: Tensor, place: int, slot: int, number: int, places
     `places` are those for a device in this round, `slot` unless they are fewer.
     """
     places = places or slot
-    if _counted(table):
+    if counted(table):
         return blocks.send(rows, blocks.sent_sizes(table, place, number * slot, places), places)
     total = totals(table)[place]
     first = (total.cumsum(0) - total).unsqueeze(1) + number * slot
@@ -40,7 +40,7 @@ def home(back: Tensor, table: Tensor, place: int, rows: int, number: int, slot: 
     """Return the rows of a round where they were sent from, and zeros elsewhere; there are `slot` places in round 0."""
     devices, places, width = back.shape
     slot = slot or places
-    if _counted(table):
+    if counted(table):
         return blocks.home(back, blocks.sent_sizes(table, place, number * slot, places), rows)
     total = totals(table)[place]
     ends = total.cumsum(0)
@@ -68,7 +68,7 @@ def take(came: Tensor, table: Tensor, place: int, number: int, slot: int = 0) ->
     """Return what came in in a round sorted by own expert, and how many rows each has."""
     places = came.shape[1]
     slot = slot or places
-    if _counted(table):
+    if counted(table):
         sizes = blocks.taken_sizes(table, place, number * slot, places)
         return blocks.take(came, sizes), torch.tensor([sum(of) for of in zip(*sizes, strict=True)])
     order, counts = by_expert(table, place, slot, number, places)
@@ -80,7 +80,7 @@ def give(made: Tensor, table: Tensor, place: int, number: int, slot: int = 0, pl
     devices = table.shape[0]
     slot = slot or made.shape[0] // devices
     places = places or slot
-    if _counted(table):
+    if counted(table):
         return blocks.give(made, blocks.taken_sizes(table, place, number * slot, places), places)
     order, _ = by_expert(table, place, slot, number, places)
     return torch.empty_like(made).index_copy_(0, order, made).view(devices, -1, made.shape[1])

@@ -220,6 +220,12 @@ def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
     return lambda call: Workspace(_room(op, call))
 
 
+def _routing_on_cpu(op: torch._ops.OpOverload) -> Callable[[Call], int]:
+    """Return what counts all that a CPU's kernel of an op holds, which may be another one than elsewhere."""
+    kernel = experts.CPU_KERNELS.get(op._schema.name.removeprefix("piper::"), OP_KERNELS[op])
+    return lambda call: peak_bytes_inside(kernel, *map(_on_meta, call.args.values()))
+
+
 def _routing(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
     return lambda call: Workspace(_whole_kernel(op, call))
 
@@ -365,7 +371,7 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
     sdpa.attention: _attention_on_cpu,
     sdpa.attention_dgrad: _attention_on_cpu,
     **{op: _copied for op in (norms.layer_norm, norms.layer_norm_dgrad, norms.layer_norm_wgrad, norms.layer_norm_backward)},
-    **{op: partial(_whole_kernel, op) for op in ROUTING if op not in IN_BLOCKS},
+    **{op: _routing_on_cpu(op) for op in ROUTING if op not in IN_BLOCKS},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }
 """The ops whose memory inside is counted on a CPU. CUDA devices copy what lies in another way as well."""

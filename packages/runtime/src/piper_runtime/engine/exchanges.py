@@ -8,6 +8,7 @@ import torch
 
 from piper_ir.collectives import law_of
 from piper_ir.plan import inside_channel
+from piper_ops import Cuts
 from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.rank import BoundComm, Rank
 
@@ -16,30 +17,35 @@ class Exchanges:
     """Run collectives of one rank, each by a kind and an axis; `communicate` binds them to a communicator.
 
     A call takes what `piper_ops.collectives` describes and returns a new tensor. What a reduce-scatter is given is
-    undefined afterwards. An all-reduce works in place: it returns what it is given.
+    undefined afterwards. An all-reduce works in place: it returns what it is given. With `cuts` an all-to-all sends and
+    gets other numbers of rows from each, and returns what it writes into.
     """
 
     def __init__(self, rank: Rank, communicate: Callable[[BoundComm], Thunk]) -> None:
         self._rank, self._communicate = rank, communicate
         self._bound: dict[tuple[str, str], _Slot] = {}
 
-    def __call__(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+    def __call__(self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
         slot = self._bound.get((kind, axis))
         if slot is None:
             slot = self._bound[kind, axis] = self._bind(kind, axis)
         law = law_of(kind)
         given = given.contiguous()
-        if law.in_place:
+        if cuts is not None:
+            result = cuts.into
+        elif law.in_place:
             result = given
         elif law.writes == "part":
             result = torch.empty(given.shape[1:], dtype=given.dtype, device=given.device)
         else:
             lead = () if law.reads == "whole" else (len(slot.peers),)
             result = torch.empty((*lead, *given.shape), dtype=given.dtype, device=given.device)
-        slot.given, slot.result = given, result
+        slot.given, slot.result, slot.cuts = given, result, cuts
+        if cuts is not None and len(slot.peers) < 2:
+            return _alone(given, cuts)
         with self._rank.untracked():  # gloo makes other tensors of the same memory
             slot.run()
-        slot.given = slot.result = None
+        slot.given = slot.result = slot.cuts = None
         return result
 
     def _bind(self, kind: str, axis: str) -> _Slot:
@@ -47,8 +53,14 @@ class Exchanges:
         channel = inside_channel(axis, rank.role.role)
         slot = _Slot(plan.peers(plan.channel(channel), rank.rank))
         result = None if law_of(kind).in_place else slot.output
-        slot.run = self._communicate(BoundComm(kind, channel, slot.peers, slot.input, result))
+        slot.run = self._communicate(BoundComm(kind, channel, slot.peers, slot.input, result, lambda: slot.cuts))
         return slot
+
+
+def _alone(given: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """Return what an all-to-all of one member writes."""
+    cuts.into[: sum(cuts.got)].copy_(given[: sum(cuts.sent)])
+    return cuts.into
 
 
 class _Slot:
@@ -58,6 +70,7 @@ class _Slot:
         self.peers = peers
         self.given: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
+        self.cuts: Cuts | None = None
         self.run: Thunk = lambda: None
 
     def input(self) -> torch.Tensor:

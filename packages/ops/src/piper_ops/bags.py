@@ -1,0 +1,102 @@
+"""Sort choices, and sum the rows of tokens, on a CPU in a kernel each.
+
+A sum over a token's choices is what torch calls a bag of an embedding: rows are picked by their numbers, scaled and
+added without a copy of them in between. That takes a fourth of the time that a product per choice takes. numpy sorts
+numbers of 16 bits by their digits, torch any numbers by comparing them.
+
+The functions do on meta tensors what they do on a CPU, so that their memory can be counted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_sum_bags = torch.ops.aten._embedding_bag_forward_only.default
+_dot_bags = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
+SUMMED = (torch.float32, torch.float64)
+"""The dtypes whose bags are summed in themselves."""
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Return whether the kernels take tensors of floating-point numbers: of one dtype, dense, and some."""
+    dtype = tensors[0].dtype
+    return dtype in SUMMED and all(t.dtype == dtype and t.is_contiguous() and t.numel() for t in tensors)
+
+
+def order(chosen: Tensor, experts: int = 0) -> Tensor:
+    """Return the numbers of all choices, sorted by expert and in their own order where that is equal.
+
+    Raises IndexError for an expert that does not exist, if the number of `experts` is given.
+    """
+    made = torch.empty(chosen.numel(), dtype=torch.int64, device=chosen.device)
+    if chosen.is_meta or not chosen.numel():
+        return made
+    numbers = chosen.numpy().reshape(-1)
+    largest = int(numbers.max())
+    if experts and (largest >= experts or int(numbers.min()) < 0):
+        raise IndexError(f"route: a chosen expert is out of range: there are {experts}, from 0 on")
+    made.numpy()[:] = np.argsort(numbers.astype(np.uint16) if largest < 1 << 16 else numbers, kind="stable")
+    return made
+
+
+def counts(chosen: Tensor, experts: int) -> Tensor:
+    """Return how many choices each expert has."""
+    return chosen.new_empty(experts) if chosen.is_meta else torch.bincount(chosen.reshape(-1), minlength=experts)
+
+
+def places(chosen: Tensor) -> Tensor:
+    """Return the row of each choice."""
+    choice = order(chosen)
+    return torch.empty_like(choice).scatter_(0, choice, _numbers(choice))
+
+
+def _numbers(like: Tensor, step: int = 1) -> Tensor:
+    return torch.arange(0, like.shape[0], step, device=like.device)
+
+
+def _summed(rows: Tensor, picked: Tensor, first: Tensor, share: Tensor | None) -> Tensor:
+    """Return for each bag the sum of its picked rows times their shares; `first` says where the bags begin."""
+    if not rows.is_meta:
+        found: Tensor = _sum_bags(rows, picked, first, False, 0, False, share)[0]
+        return found
+    sizes = (0 if rows.dtype == torch.float32 else picked.shape[0] + 1, first.shape[0], first.shape[0])
+    made = rows.new_empty((first.shape[0], rows.shape[1]))
+    beside = [picked.new_empty(size) for size in sizes]  # what torch's kernel returns, too
+    del beside
+    return made
+
+
+def route(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Compute piper::route."""
+    token = order(chosen, experts).floor_divide_(chosen.shape[1])
+    return x.index_select(0, token), counts(chosen, experts)
+
+
+def route_dgrad(grad: Tensor, chosen: Tensor) -> Tensor:
+    """Compute piper::route_dgrad."""
+    place = places(chosen)
+    return _summed(grad, place, _numbers(place, chosen.shape[1]), None)
+
+
+def unroute(rows: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    """Compute piper::unroute."""
+    place = places(chosen)
+    return _summed(rows, place, _numbers(place, chosen.shape[1]), share.view(-1))
+
+
+def unroute_dgrad(grad: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    """Compute piper::unroute_dgrad."""
+    choice = order(chosen)
+    share = share.view(-1).index_select(0, choice)
+    return _summed(grad, choice.floor_divide_(chosen.shape[1]), _numbers(choice), share)
+
+
+def unroute_wgrad(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute piper::unroute_wgrad."""
+    place = places(chosen)
+    bag = _numbers(place).floor_divide_(chosen.shape[1])
+    first = _numbers(place, chosen.shape[1])
+    made: Tensor = grad.new_empty(place.shape) if grad.is_meta else _dot_bags(grad, rows, place, first, bag, 0)
+    return made.view(chosen.shape)
