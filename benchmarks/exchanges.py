@@ -1,6 +1,7 @@
 """Print which part of the exchanges with experts no computation hides, simulated and emulated, under some schedules.
 
-`python benchmarks/exchanges.py` takes two minutes, in which four processes sleep. Devices along `ep` exchange the
+`python benchmarks/exchanges.py` takes two minutes, in which four processes sleep; with `--sweep` it simulates steps of 2
+to 24 microbatches, and nothing runs. Devices along `ep` exchange the
 tokens of a mixture. An exchange is exposed while its device computes nothing. It is *paired* if what sends it and what
 waits for it are computed in one overlap of a forward with a backward, so that the other one can hide it. What begins
 and ends a step stands alone, and nothing hides its exchanges.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,11 @@ from piper.api.compiling import Compiled
 from piper.api.emulation import emulate
 from piper_compiler import Directive
 from piper_compiler.durations import collective_seconds
+from piper_compiler.passes.overlap import Interleaved, interleavings
 from piper_compiler.recipes import Action, scheduled
 from piper_ir.costs import CommDuration, Costs, Duration, HostCosts, StepDuration
-from piper_ir.graph import Graph
+from piper_ir.errors import DirectiveError
+from piper_ir.graph import At, Graph
 from piper_ir.intervals import Interval, uncovered
 from piper_ir.ops import Collective, Compute, Send
 from piper_ir.plan import COMPUTE, Part, Plan
@@ -110,6 +113,15 @@ def compiled(work: Job, schedule: Sequence[Directive], *, pp: int = PP, costs: C
     return piper.compile(
         work, Strategy(Mesh(pp=pp, ep=EP), [*recipes.expert_parallel(channel="ep"), *schedule, *rows]), costs=costs
     )
+
+
+def earliest() -> AbstractContextManager[object]:
+    """Let `compile` take the earliest of interleavings that end at the same time, whether it hides messages or not."""
+
+    def alike(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Interleaved]:
+        return (Interleaved(order.graph) for order in interleavings(graph, seconds))
+
+    return patch("piper_compiler.compile.interleavings", alike)
 
 
 def four_orders() -> AbstractContextManager[object]:
@@ -242,11 +254,45 @@ def rows(microbatches: int, pool: Pool) -> Iterator[str]:
             yield f"{size:<14} {title:<24} {plain} {first} {then} {then.step / first.step - 1:+7.1%}"
 
 
+SWEPT: dict[str, Callable[..., Sequence[Directive]]] = {**SCHEDULES, "ZBV": recipes.zbv}
+COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24)
+
+
+def swept(title: str, experts: float, counts: Sequence[int] = COUNTS) -> Iterator[tuple[int, Timed, Timed]]:
+    """Yield the figures of a schedule by its number of microbatches: by the earliest of equals, and by the one that hides."""
+    for microbatches in counts:
+        work = job(microbatches)
+        try:
+            schedule = SWEPT[title](pp=PP, microbatches=microbatches)
+        except DirectiveError:
+            continue  # too few microbatches for it
+        costs = durations(compiled(work, schedule).plan, experts)
+        with earliest():
+            before = simulated(compiled(work, schedule, costs=costs), costs)
+        yield microbatches, before, simulated(compiled(work, schedule, costs=costs), costs)
+
+
+def sweep(counts: Sequence[int]) -> None:
+    """Print how much of the exchanges is exposed in steps of several sizes."""
+    print("step: in exchanges; all, paired: the exposed part of all exchanges and of those in pairs")
+    print(f"{'':<42} {'earliest of equals':>25} {'of equals one that hides':>25}")
+    print(f"{'':<42}" + 2 * f" {'step':>9} {'all':>7} {'paired':>7}")
+    for size, experts in EXPERTS.items():
+        for title in SWEPT:
+            for microbatches, before, after in swept(title, experts, counts):
+                print(f"{size:<14} {title:<24} {microbatches:>2} {before} {after}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Print which part of the exchanges with experts no computation hides.")
     parser.add_argument("--microbatches", type=int, default=8)
-    microbatches = parser.parse_args(argv).microbatches
+    parser.add_argument("--sweep", action="store_true", help="steps of 2 to 24 microbatches, simulated only")
+    options = parser.parse_args(argv)
+    if options.sweep:
+        sweep(COUNTS)
+        return 0
+    microbatches = options.microbatches
     print("step: in exchanges; all, paired: the exposed part of all exchanges and of those in pairs")
     print(f"{'':<39} {'four orders, simulated':>25} {'simulated':>25} {'emulated':>25}")
     print(f"{'':<39}" + 3 * f" {'step':>9} {'all':>7} {'paired':>7}" + " emulated/simulated")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.paper import figure7, figure9, schedule_lines, schedule_page
+from benchmarks.paper import figure7, figure9, schedule_changes, schedule_lines, schedule_page
+from benchmarks.paper.schedule_changes import CHANGES, EFA, NIC, Change, Changed, changed
 from benchmarks.paper.schedule_lines import RATIOS, Line, Setup, missed, ratio
 from piper.models import MoEConfig
 
@@ -40,6 +42,7 @@ def test_the_rate_of_the_largest_mesh_is_judged(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(figure9, "ROOT", tmp_path)
     monkeypatch.setattr(figure9, "PAGE", tmp_path / "paper.md")
     monkeypatch.setattr(figure9, "PICTURE", tmp_path / "paper" / "figure9.png")
+    monkeypatch.setattr(figure9, "rates", lambda setup: [(CHANGES[0], stand_in("qwen3-moe-1b", "1F1B", 4e5, setup.pp))])
     small = stand_in("qwen3-moe-1b", "DualPipeV", 9e4, 2, 2)
     for rate, code in ((360_000.0, 0), (340_000.0, 1)):
         assert figure9.main(["--write"], [small, stand_in("qwen3-moe-1b", "DualPipeV", rate)]) == code
@@ -47,6 +50,46 @@ def test_the_rate_of_the_largest_mesh_is_judged(monkeypatch: pytest.MonkeyPatch,
         assert f"{100 * (rate / 390_000 - 1):+.1f} %" in text and ("**not** within 10 %" in text) == bool(code)
     assert (tmp_path / "paper" / "figure9.png").stat().st_size > 10_000
     assert schedule_page.grid_error([small]) is None
+
+
+def test_a_replica_on_a_node_puts_the_experts_of_a_stage_on_different_nodes() -> None:
+    """Stages that are neighbours leave the ranks that share experts as far apart as there are stages."""
+    for whole, apart, node in ((False, 1, 1), (True, 4, 2)):
+        setup = Setup("qwen3-moe-1b", 4, 2, rows=1, length=16, shared=True, sizes=SIZES, whole=whole)
+        mesh, cluster = setup.schedule("1F1B").mesh, setup.cluster()
+        (first, *rest) = (mesh.rank({"ep": at, "tp" if whole else "pp": 1}) for at in range(2))
+        assert [r - first for r in rest] == [apart]
+        assert len({cluster.node_of(r) for r in (first, *rest)}) == node
+
+
+def test_a_change_of_assumptions_reaches_the_job_and_the_cluster() -> None:
+    setup = Setup("qwen3-moe-1b", 2, 2, rows=1, length=16, sizes=SIZES)
+    half = replace(setup, precision="bfloat16", nic=EFA)
+    assert [s.job.precision.params for s in (setup, half)] == ["float32", "bfloat16"]
+    plain, slow = (s.cluster().network.links[0] for s in (setup, half))
+    assert slow.inter_bandwidth == EFA < plain.inter_bandwidth and plain.messages and not slow.messages
+
+
+def test_each_change_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One schedule after another under a change that slows the links, which the ratio of two rates shows."""
+    monkeypatch.setattr(schedule_changes, "RATIOS", RATIOS[1:2])
+    rates_by_nic = {None: (100.0, 110.0), EFA: (90.0, 117.0)}
+    monkeypatch.setattr(
+        schedule_changes,
+        "lines",
+        lambda own, stack: [
+            stand_in(own[0].model, n, r) for n, r in zip(("1F1B", "DualPipeV"), rates_by_nic[own[0].nic], strict=True)
+        ],
+    )
+    found = [*changed([Setup("qwen3-moe-1b", 8)], [CHANGES[0], Change("slow", "-", (NIC,))])]
+    assert [x.ratios for x in found] == [pytest.approx((10.0,)), pytest.approx((30.0,))]
+
+
+def test_the_page_says_how_many_changes_keep_a_ratio_within_its_points() -> None:
+    found = [Changed(CHANGES[0], (4.0, 6.0, 9.0), True), Changed(CHANGES[1], (5.0, 12.0, 20.0), False)]
+    text = schedule_page.conclusion(found)
+    assert "+6.0 to +12.0 %, +13 % in the paper; 1 of 2 rows" in text and "+9.0 to +20.0 %" in text
+    assert [schedule_page.change_cells(x)[-2:] for x in found] == [("7.0 points", "yes"), ("10.0 points", "no")]
 
 
 @pytest.mark.long

@@ -19,13 +19,16 @@ from rich.console import Console
 
 from benchmarks.measure import machine
 from benchmarks.paper.page import ROOT, printed, write_section
+from benchmarks.paper.schedule_changes import changed
 from benchmarks.paper.schedule_lines import RATIOS, STACKS, Setup, lines, missed, setups, tuned
 from benchmarks.paper.schedule_page import (
+    CHANGE_HEADER,
     LINE_HEADER,
     RATIO_HEADER,
     TUNED_HEADER,
     WHY_HEADER,
     assumptions,
+    change_cells,
     draw7,
     line_cells,
     page7,
@@ -50,6 +53,8 @@ def main(argv: list[str] | None = None, of: tuple[Setup, ...] | None = None, tri
     found, *others = ([*lines(chosen, stack)] for stack in STACKS)
     printed(console, "Schedules", LINE_HEADER, [line_cells(x) for x in found], left=3)
     printed(console, "Beside the paper", RATIO_HEADER, [ratio_cells(p, found, others) for p in RATIOS], left=3)
+    changes = [*changed(chosen)]
+    printed(console, "What each assumption is worth", CHANGE_HEADER, [change_cells(x) for x in changes], left=2)
     best = [tuned(setup, trials) for setup in chosen]
     dual = {x.setup.model: x for x in found if x.schedule == "DualPipeV"}
     printed(console, "Tuned", TUNED_HEADER, [tuned_cells(x, dual[x.setup.model]) for x in best], left=1)
@@ -58,7 +63,7 @@ def main(argv: list[str] | None = None, of: tuple[Setup, ...] | None = None, tri
     for text in missed(found):
         console.print(f"not as published: {text}", highlight=False)
     if options.write:
-        write_section(PAGE, "figure7", page7(found, others, best, trials))
+        write_section(PAGE, "figure7", page7(found, others, changes, best, trials))
         draw7(found, best, PICTURE)
         console.print(f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}")
     slower = [x for x in best if (x.found.tokens_per_s or 0.0) < dual[x.setup.model].tokens_per_s or not x.found.fits]

@@ -17,11 +17,26 @@ from rich.console import Console
 
 from benchmarks.measure import machine
 from benchmarks.paper.page import ROOT, printed, write_section
-from benchmarks.paper.schedule_lines import STEP, Line, grid
-from benchmarks.paper.schedule_page import GRID_HEADER, assumptions, draw9, grid_cells, grid_error, page9
+from benchmarks.paper.schedule_changes import rates
+from benchmarks.paper.schedule_lines import MESHES, STEP, Line, Setup, grid
+from benchmarks.paper.schedule_page import (
+    GRID_HEADER,
+    RATE_HEADER,
+    assumptions,
+    draw9,
+    grid_cells,
+    grid_error,
+    page9,
+    rate_cells,
+)
 
 PAGE, PICTURE = ROOT / "docs" / "paper.md", ROOT / "docs" / "paper" / "figure9.png"
 WIDTH = 150
+
+
+def largest(found: list[Line]) -> Setup:
+    """Return the mesh with the most devices."""
+    return max((x.setup for x in found), key=lambda setup: setup.pp * setup.width)
 
 
 def main(argv: list[str] | None = None, of: list[Line] | None = None) -> int:
@@ -34,9 +49,11 @@ def main(argv: list[str] | None = None, of: list[Line] | None = None) -> int:
     console.print(f"{machine()}", highlight=False)
     found = of or [*grid(shared=not options.replicated)]
     printed(console, "Meshes", GRID_HEADER, [grid_cells(x) for x in found], left=0)
-    printed(console, "Assumed", ("what", "how much", "source"), assumptions([x.setup for x in found]), left=3)
+    others = [*rates(largest(found))]
+    printed(console, "The largest mesh", RATE_HEADER, [rate_cells(*x) for x in others], left=2)
+    printed(console, "Assumed", ("what", "how much", "source"), assumptions([x.setup for x in found], MESHES), left=3)
     if options.write:
-        write_section(PAGE, "figure9", page9(found))
+        write_section(PAGE, "figure9", page9(found, others))
         draw9(found, PICTURE)
         console.print(f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}")
     error = grid_error(found)

@@ -9,14 +9,16 @@ from typing import Any
 
 import piper
 from piper import models
-from piper_compiler import Options, Strategy
+from piper_compiler import Directive, Options, Strategy, place
 from piper_ir.plan import Plan
 from piper_simulator import Cluster, GivenLoad, Simulation, Why, load_cluster, step_seconds, why
 
 POINTS, STEP = 5.0, 10.0
 """How far a ratio may be from the published one, in points, and a rate, in percent."""
-STACKS = ("inductor", "eager", "")
-"""The kernels of which the figures are drawn, and those of the comparison; "" is one fraction of the peak for all."""
+STACKS = ("eager", "inductor", "")
+"""The kernels of schedules side by side, then those beside them; "" is one fraction of the peak for all."""
+MESHES = "inductor"
+"""The kernels of larger meshes."""
 RECIPES = {"1F1B": "one_f_one_b", "interleaved": "interleaved", "DualPipeV": "dualpipe_v"}
 
 
@@ -32,6 +34,9 @@ class Setup:
         shared: whether each of these ranks has a part of the experts; else all have all.
         load: of the experts, as in `simulate`.
         sizes: other ones than the preset's.
+        precision: of parameters, gradients and states, where it is one for all; see `models.job`.
+        whole: whether a node has all stages of one replica; else it has stages with all of their replicas.
+        nic: bytes/s of a device to other nodes, where they are not those of the cluster.
     """
 
     model: str
@@ -42,6 +47,9 @@ class Setup:
     shared: bool = False
     load: GivenLoad | None = None
     sizes: models.MoEConfig | None = None
+    precision: str | None = None
+    whole: bool = False
+    nic: float | None = None
 
     @property
     def config(self) -> models.MoEConfig:
@@ -52,7 +60,7 @@ class Setup:
 
     @cached_property
     def job(self) -> piper.Job:
-        return models.job(self.config, global_batch=self.batch, length=self.length)
+        return models.job(self.config, global_batch=self.batch, length=self.length, precision=self.precision)
 
     @property
     def microbatches(self) -> int:
@@ -64,19 +72,23 @@ class Setup:
 
     @property
     def place(self) -> str:
-        """Return the devices: a node for each replica of the pipeline."""
+        """Return the devices: as many on a node as there are stages."""
         return f"a100-40gx{self.pp}*{self.width}"
 
     def cluster(self, stack: str = STACKS[0]) -> Cluster:
         """Return the devices with a kernel stack."""
-        return load_cluster(f"{self.place}@{stack}" if stack else self.place)
+        found = load_cluster(f"{self.place}@{stack}" if stack else self.place)
+        if self.nic is None:
+            return found
+        links = tuple([replace(x, inter_bandwidth=self.nic, messages=()) for x in found.network.links])
+        return replace(found, network=replace(found.network, links=links))
 
     def strategy(self, stages: Sequence[Any], **windows: Any) -> Strategy:
         """Return a strategy: directives of a schedule, and of what the ranks beside each other share."""
-        axis = "ep" if self.shared else "dp"
-        mesh = piper.Mesh(**{axis: self.width, "pp": self.pp})
+        axis, along = "ep" if self.shared else "dp", "tp" if self.whole else "pp"
+        mesh = piper.Mesh(**{axis: self.width, along: self.pp})
         replicas = piper.recipes.data_parallel(over=(axis,), **windows)
-        return Strategy(mesh, (*self._experts(), *stages, *replicas))
+        return Strategy(mesh, (*self._experts(), *[_placed(d, along) for d in stages], *replicas))
 
     def _experts(self) -> tuple[Any, ...]:
         return tuple(piper.recipes.expert_parallel()) if self.shared else ()
@@ -92,6 +104,11 @@ class Setup:
     def simulated(self, strategy: Strategy, stack: str = STACKS[0]) -> Simulation:
         plan = self.plan(strategy)
         return piper.simulate(plan, self.cluster(stack), load=self.load)
+
+
+def _placed(item: Directive, axis: str) -> Directive:
+    """Return a directive that places stages along another axis: ranks are neighbours along `tp`, and far apart along `pp`."""
+    return replace(item, on=tuple([(axis, at) for _, at in item.on])) if isinstance(item, place) else item
 
 
 @dataclass(frozen=True)
@@ -173,7 +190,7 @@ def grid(shared: bool, stages: Sequence[int] = (2, 4, 8), widths: Sequence[int] 
     for pp in stages:
         for width in widths:
             setup = Setup("qwen3-moe-1b", pp, width, shared=shared)
-            yield Line(setup, "DualPipeV", setup.simulated(setup.schedule("DualPipeV")))
+            yield Line(setup, "DualPipeV", setup.simulated(setup.schedule("DualPipeV"), MESHES))
 
 
 SPACE: Mapping[str, Sequence[Any]] = {

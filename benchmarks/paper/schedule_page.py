@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.measure import machine
 from benchmarks.paper.page import markdown
-from benchmarks.paper.schedule_lines import POINTS, RATE, RATIOS, STACKS, STEP, Line, Published, Setup, Tuned, ratio
+from benchmarks.paper.schedule_changes import Change, Changed
+from benchmarks.paper.schedule_lines import MESHES, POINTS, RATE, RATIOS, STACKS, STEP, Line, Published, Setup, Tuned, ratio
 from piper import models
 from piper_ir.tools import time_text
 from piper_simulator import STACKS as KNOWN
@@ -19,6 +20,8 @@ RATIO_HEADER = ("model", "faster", "than", "published", "simulated", "points apa
 GRID_HEADER = ("stages", "replicas", "devices", "tokens/s", "per device", "step", "published", "error")
 TUNED_HEADER = ("model", "DualPipeV", "tuned", "faster by", "candidates", "plan")
 WHY_HEADER = ("model", "what holds the critical path of the tuned plan", "time", "share")
+CHANGE_HEADER = ("instead", "source", *(f"{p.model}: {p.faster}" for p in RATIOS), "furthest from the paper", "fits")
+RATE_HEADER = ("instead", "source", "tokens/s", "error")
 ARTIFACT = "the paper's artifact (uw-syfi/piper at 4f992224: run_megatron.py, e2e_eval.py)"
 MOST = 5
 """The rows of a critical path that are shown."""
@@ -58,10 +61,22 @@ def verdicts(found: Sequence[Line]) -> str:
                 f"**{abs(ours - p.percent):.1f} points apart**. The fullest device computes {time_text(faster.fullest_s)} with "
                 f"{p.faster} and {time_text(than.fullest_s)} with {p.than}. In the V it has both the head and the embedding, "
                 f"whose gradient takes {time_text(faster.embedding_s)}; and a backward in two parts has more kernels. If that "
-                f"cost nothing, the gain would be {alike:+.1f} %. The paper does not say what either costs there."
+                f"cost nothing, the gain would be {alike:+.1f} %. The next table says what other assumptions do."
             )
         out.append(fill(text, 118, subsequent_indent="  "))
     return "\n".join(out)
+
+
+def change_cells(x: Changed) -> tuple[str, ...]:
+    """Return a change of the assumptions as text, in the order of `CHANGE_HEADER`."""
+    furthest = max(abs(ours - p.percent) for ours, p in zip(x.ratios, RATIOS, strict=True))
+    ours = (f"{r:+.1f} %" for r in x.ratios)
+    return (x.change.what, x.change.source, *ours, f"{furthest:.1f} points", "yes" if x.fits else "no")
+
+
+def rate_cells(change: Change, x: Line) -> tuple[str, ...]:
+    """Return the rate of a mesh under other assumptions, in the order of `RATE_HEADER`."""
+    return (change.what, change.source, f"{x.tokens_per_s:,.0f}", f"{100 * (x.tokens_per_s / RATE[2] - 1):+.1f} %")
 
 
 def tuned_cells(x: Tuned, dual: Line) -> tuple[str, ...]:
@@ -94,7 +109,14 @@ def grid_error(found: Sequence[Line]) -> float | None:
     return 100 * (rates[0] / RATE[2] - 1) if rates else None
 
 
-def assumptions(found: Sequence[Setup]) -> list[tuple[str, str, str]]:
+SOURCES = {
+    "eager": "the artifact compiles nothing when it compares schedules (e2e_eval.py)",
+    "inductor": "the artifact may compile when it scales (e2e_eval.py)",
+}
+"""Why these kernels are assumed."""
+
+
+def assumptions(found: Sequence[Setup], stack: str = STACKS[0]) -> list[tuple[str, str, str]]:
     """Return what is assumed, how much it is, and where it is from."""
     out = []
     for s in {x.model: x for x in found}.values():
@@ -112,18 +134,19 @@ def assumptions(found: Sequence[Setup]) -> list[tuple[str, str, str]]:
         (
             "rows",
             f"{s.length} tokens, {s.rows} rows to a microbatch, twice as many microbatches as stages",
-            f"{ARTIFACT}; rows: assumed",
+            ARTIFACT,
         ),
         ("experts", f"{shared}; as many places as tokens on average, none padded, load 1.0", "the paper trains without a bound"),
         (
             "where",
-            "A100 of 40 GB, a node for each replica of the pipeline, HDR InfiniBand between",
-            "40 GB: the paper; artifact",
+            "A100 of 40 GB, as many on a node as there are stages, HDR InfiniBand between; replicas of a stage are neighbours, "
+            "so that 4 of them exchange within a node of 4 or 8, and the pipeline crosses nodes",
+            "40 GB: the paper; the artifact has one replica on a node, see below",
         ),
         ("stages", "as many layers each; the head is with the last, on the device of the first in DualPipeV", "assumed"),
-        ("kernels", f"stack {STACKS[0]!r}: {KNOWN[STACKS[0]].source}", "assumed; docs/clusters.md"),
+        ("kernels", f"stack {stack!r}: {KNOWN[stack].source}", f"{SOURCES[stack]}; docs/clusters.md"),
         ("data parallelism", "ZeRO-0, gradients in buckets of 25 MiB, reduced in float32 beside the backward", "assumed"),
-        ("precision", "bf16 compute; float32 masters and AdamW's states", "bf16: the paper; the rest assumed"),
+        ("precision", "bf16 compute; float32 masters and AdamW's states", "bf16: the paper; the rest assumed, see below"),
         ("durations", "by formula, with contention; steady state", "docs/clusters.md"),
     ]
 
@@ -146,6 +169,16 @@ the kernels of {others}.
 {ratios}
 
 {verdicts}
+
+**What each assumption is worth.** One at a time is replaced by what the paper's artifact or its machine has, where that
+differs; the last rows replace several. The ratios are those of the table above, in its order. The files are those of
+the artifact; what its authors changed between the figure and the artifact is not known. The kernels are those of the
+artifact for just this comparison. Its precision and its placement are rows only: with both, the smaller model comes
+closer to the paper, and the larger one goes beyond it.
+
+{changes}
+
+{conclusion}
 
 **What the tuner finds.** The same rows, microbatches and mesh, with the schedule, the sizes of the stages, ZeRO and the
 buckets as parameters: `piper tune`, {trials} trials.
@@ -173,9 +206,14 @@ Another figure scales the mixture of 1B parameters over 2, 4 and 8 stages and 2 
 {verdict}
 - The schedule of the figure is not at hand; DualPipeV is assumed. With twice the stages there are twice the
   microbatches, so that the batch grows with the mesh.
+- The 8 x 4 mesh under other assumptions, those of the artifact:
+
+{rates}
+
 - The head is as much work as several layers, and stays on one device: the more stages, the more of them wait for it.
 
-What is assumed is what the section before this one assumes.
+What is assumed is what the section before this one assumes, but the kernels: stack '{stack}', since
+{source}.
 """
 
 
@@ -184,7 +222,22 @@ def other_stacks() -> str:
     return " and ".join(f"`{name}`" if name else "no stack" for name in STACKS[1:])
 
 
-def page7(found: Sequence[Line], others: Sequence[Sequence[Line]], best: Sequence[Tuned], trials: int) -> str:
+def conclusion(found: Sequence[Changed]) -> str:
+    """Return, as lines of a list, what the table of changes says."""
+    out = []
+    for k, p in enumerate(RATIOS):
+        every = [x.ratios[k] for x in found]
+        near = [x for x in found if abs(x.ratios[k] - p.percent) <= POINTS]
+        out.append(
+            f"- {p.model}, {p.faster} over {p.than}: {min(every):+.1f} to {max(every):+.1f} %, {p.percent:+.0f} % in the paper; "
+            f"{len(near)} of {len(found)} rows are within {POINTS:g} points."
+        )
+    return "\n".join(fill(text, 118, subsequent_indent="  ") for text in out)
+
+
+def page7(
+    found: Sequence[Line], others: Sequence[Sequence[Line]], changes: Sequence[Changed], best: Sequence[Tuned], trials: int
+) -> str:
     """Return the section about schedules."""
     dual = {x.setup.model: x for x in found if x.schedule == "DualPipeV"}
     return TEXT7.format(
@@ -193,6 +246,8 @@ def page7(found: Sequence[Line], others: Sequence[Sequence[Line]], best: Sequenc
         others=other_stacks(),
         ratios=markdown(RATIO_HEADER, [ratio_cells(p, found, others) for p in RATIOS]),
         verdicts=verdicts(found),
+        changes=markdown(CHANGE_HEADER, [change_cells(x) for x in changes]),
+        conclusion=conclusion(changes),
         trials=trials,
         tuned=markdown(TUNED_HEADER, [tuned_cells(x, dual[x.setup.model]) for x in best]),
         why=markdown(WHY_HEADER, [row for x in best for row in why_cells(x)]),
@@ -200,7 +255,7 @@ def page7(found: Sequence[Line], others: Sequence[Sequence[Line]], best: Sequenc
     )
 
 
-def page9(found: Sequence[Line]) -> str:
+def page9(found: Sequence[Line], others: Sequence[tuple[Change, Line]]) -> str:
     """Return the section about meshes."""
     error = grid_error(found)
     if error is None:
@@ -209,7 +264,9 @@ def page9(found: Sequence[Line]) -> str:
         ok = "within" if abs(error) <= STEP else "**not** within"
         verdict = f"- At 8 x 4 the rate is {error:+.1f} % beside the paper's, {ok} {STEP:g} %."
     table = markdown(GRID_HEADER, [grid_cells(x) for x in found])
-    return TEXT9.format(machine=fill(str(machine()), 118), grid=table, verdict=verdict)
+    rates = markdown(RATE_HEADER, [rate_cells(*x) for x in others])
+    machine_text = fill(str(machine()), 118)
+    return TEXT9.format(machine=machine_text, grid=table, verdict=verdict, rates=rates, stack=MESHES, source=SOURCES[MESHES])
 
 
 def _pyplot() -> Any:

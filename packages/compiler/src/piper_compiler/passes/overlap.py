@@ -2,8 +2,8 @@
 
 Where chunks have given durations (synthetic programs) the members of a group are a *span*: one instruction, in which a
 forward and a backward take the pair's given duration. Elsewhere the compiler interleaves the members: it lowers the
-graph under each of a few interleavings, and keeps the one whose plan the timing sweep finishes first, the earliest in
-this list among equals.
+graph under each of a few interleavings, and keeps the one whose plan the timing sweep finishes first. Of equals it
+keeps `hidden`, else the earliest in this list: in a short step another device may decide when it ends.
 
     free         as list scheduling does when the members are not ordered at all
     in turn      one member after the other, as written
@@ -15,7 +15,7 @@ this list among equals.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -83,13 +83,21 @@ class _Timed(Protocol):
 D = TypeVar("D", bound=_Timed)
 
 
-def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D:
-    """Return the draft that the timing sweep finishes first, the earliest among equals."""
+@dataclass(frozen=True)
+class Interleaved:
+    """Hold a graph in which the members of overlaps are interleaved, and whether that was to hide messages."""
+
+    graph: Graph
+    hides: bool = False
+
+
+def first_to_finish(orders: Iterable[Interleaved], drafted: Callable[[Graph], D]) -> D:
+    """Return the draft that the timing sweep finishes first; of equals one that hides messages, else the earliest."""
     best: D | None = None
-    for graph in orders:
+    for order in orders:
         try:
-            made = drafted(graph)
-            if best is None or made.makespan < best.makespan * (1 - 1e-9):
+            made = drafted(order.graph)
+            if best is None or made.makespan < best.makespan * (1 + 1e-9 if order.hides else 1 - 1e-9):
                 best = made
         except (CompileError, PlanError):
             if best is None:
@@ -99,20 +107,20 @@ def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D
     return best
 
 
-def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Graph]:
+def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Interleaved]:
     """Yield the graphs to choose from, first the graph as it is; it is the only one where nothing is left open.
 
     `seconds` has the duration of each compute node of an overlap, and of each collective that such nodes wait for.
     """
-    yield graph
+    yield Interleaved(graph)
     if not graph.overlaps or given(graph.program):
         return
     for merge in MERGES:
-        yield _merged(graph, [merge(group, seconds) for group in graph.overlaps])
+        yield Interleaved(_merged(graph, [merge(group, seconds) for group in graph.overlaps]))
     found = [hidden(group, seconds, messages_of(graph, group, seconds)) for group in graph.overlaps]
     if any(order is not None for order in found):
         orders = [order or group.nodes for order, group in zip(found, graph.overlaps, strict=True)]
-        yield _merged(graph, orders)
+        yield Interleaved(_merged(graph, orders), hides=True)
 
 
 def _merged(graph: Graph, orders: Iterable[Sequence[At]]) -> Graph:
