@@ -39,7 +39,7 @@ def measure(name: str) -> dict[str, float]:
     import torch  # noqa: F401  # the first capture begins after these imports
 
     from piper.api.capturing import _CAPTURES
-    from piper_compiler.capture import _torch_joint, dynamo
+    from piper_compiler.capture import _torch_joint, tracing
 
     job = piper.models.job(MODELS[name](), global_batch=4)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
@@ -51,7 +51,7 @@ def measure(name: str) -> dict[str, float]:
     first, parts = seconds(capture), {"Dynamo": 0.0, "AOTAutograd": 0.0}
     found = []
     with ExitStack() as stack:
-        stack.enter_context(counted(dynamo, "_traced", parts, "Dynamo"))
+        stack.enter_context(counted(tracing, "_traced", parts, "Dynamo"))
         stack.enter_context(counted(_torch_joint, "export_joint", parts, "AOTAutograd"))
         for _ in range(LATER):
             parts.update(dict.fromkeys(parts, 0.0))

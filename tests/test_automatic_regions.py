@@ -66,6 +66,34 @@ class Positive(nn.Module):
         return x + x[x > 0].sum() / x.shape[1]
 
 
+class Energy(nn.Module):
+    """The gradient of a scalar by the input, as in energy models and force fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.inner(place).sum(), place, create_graph=True)
+        return force * x
+
+
+class Aligned(nn.Module):
+    """A CTC loss of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        text, ones = torch.ones(len(x), 1, dtype=torch.long), torch.ones(len(x), dtype=torch.long)
+        loss = F.ctc_loss(x.log_softmax(-1).transpose(0, 1), text, ones * LENGTH, ones, reduction="none")
+        return x * loss[:, None, None]
+
+
+class Transformed(Energy):
+    def forward(self, x: Tensor) -> Tensor:
+        forces: Tensor = torch.func.vmap(torch.func.grad(lambda row: self.inner(row).sum()))(x)
+        return forces
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -139,13 +167,25 @@ def mixed() -> tuple[piper.Compiled, list[str]]:
 @pytest.mark.filterwarnings("ignore::piper_ir.errors.PiperWarning")
 @pytest.mark.parametrize("name", ["shared states, recomputed", "split"])
 def test_equal_to_one_device(name: str, mixed: tuple[piper.Compiled, list[str]]) -> None:
-    """With tied weights, clipping, parts of parameters, recomputation and split backwards."""
+    """Plans have tied weights, clipping, parts of parameters, recomputation and split backwards here."""
     more = {
         "shared states, recomputed": (*piper.recipes.data_parallel(zero=3), piper.recompute(where(layer=(0, 1, 3)))),
         "split": (piper.split_backward(where()), *piper.recipes.data_parallel()),
     }
     report = verify_strategy(job(*MIXED, tie=True), replace(BOTH, directives=(*PIPELINE, *more[name])), steps=2)
     assert report.equal, report.text()
+
+
+@pytest.mark.filterwarnings("ignore::piper_ir.errors.PiperWarning")
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_in_forward_and_ctc(shared: bool) -> None:
+    """Parameters are there for the gradients that a forward asks for, and are freed after it where ranks share them."""
+    strategy = replace(BOTH, directives=(*PIPELINE, *piper.recipes.data_parallel(zero=3 if shared else 0)))
+    report = verify_strategy(job(Energy, Aligned), strategy, steps=2)
+    assert report.equal, report.text()
+    said = piper.compile(job(Energy, Aligned), strategy).notes
+    assert any("(Energy): opaque" in one and "asks for gradients in forward" in one for one in said)
+    assert any("(Aligned): opaque" in one and "an operator makes inside" in one for one in said)
 
 
 def test_each_is_said_with_module_line_cause_and_cost(mixed: tuple[piper.Compiled, list[str]]) -> None:
@@ -218,6 +258,12 @@ class Told(Branch):
         return {"made": super().forward(x)}  # type: ignore[return-value]  # on purpose
 
 
+class Conditional(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.cond(x.abs().max() < 1e6, self.often, self.never, (x,))
+        return made
+
+
 OUTSIDE = [torch.ones(WIDTH, dtype=torch.float64)]
 
 
@@ -228,6 +274,8 @@ OUTSIDE = [torch.ones(WIDTH, dtype=torch.float64)]
         (Selecting, r"module 'layers.0.special' .*the shape of what it returns depends on values of tensors .*torch.where"),
         (Elsewhere, r"tensor of shape \(8,\) that is no(ne of its| parameter)"),
         (Told, r"module 'layers.0.special' .*it returns a dict"),
+        (Transformed, r"gradients by torch.func .*torch.autograd.grad\(y.sum\(\), x, create_graph=True\)"),
+        (Conditional, r"automatic_regions.py:\d+.*torch.cond.*: cond takes functions.*Write `if` in place of it.*torch.where"),
     ],
 )
 def test_what_cannot_run_as_it_is_is_refused_by_name(kind: Callable[[], nn.Module], says: str) -> None:
@@ -242,7 +290,7 @@ def test_what_is_no_module_of_its_own_is_refused_with_the_way_out() -> None:
     def loss(out: Tensor, t: Tensor) -> Tensor:
         return out.sum() if out.sum() > 0 else -out.sum()
 
-    with pytest.raises(CaptureError, match=r"(?s)test_automatic_regions.py:\d+.*in the loss. Put it into a small nn.Module"):
+    with pytest.raises(CaptureError, match=r"(?s)test_automatic_regions.py:\d+.*in the loss. Let the model compute it in a"):
         piper.compile(replace(job(LSTM), loss=loss), ALONE)
 
 

@@ -152,7 +152,7 @@ SAME: list[Context] = [
 
 
 def texts(trained: piper.Job) -> tuple[Any, ...]:
-    captured = capturing._capture(trained)
+    captured = capturing._capture(trained).assembled
     sources = [step.source for code in captured.code for rows in (1, 4) for step in captured.code.get(code, rows).values()]
     return captured.program, captured.bind(1), sources
 
@@ -193,7 +193,7 @@ def test_a_capture_that_does_not_hold_at_some_rows_is_not_used_again(monkeypatch
         raise CaptureError("other rows")
 
     with monkeypatch.context() as patch, pytest.raises(CaptureError, match="other rows"):
-        patch.setattr(type(kept), "bind", refused)
+        patch.setattr(type(kept.assembled), "bind", refused)
         piper.compile(trained, HALF)
     assert not capturing._CAPTURES
     assert piper.compile(trained, HALF).plan.rows == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import piper
 from piper import where
@@ -49,6 +49,19 @@ class Nested(Inner):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.outside, x, use_reentrant=False)  # type: ignore[no-any-return]  # torch has no types there
+
+
+class InARow(nn.Module):
+    """The first two of three parts in one region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.parts, 2, x, use_reentrant=False) + x  # type: ignore[no-any-return]  # as above
 
 
 class Whole(Inner):
@@ -114,6 +127,16 @@ def test_equal_to_one_device_with_the_memory_of_the_plan() -> None:
     assert "recompute(where(chunk=('layer0_checkpoint1', 'layer1_checkpoint1'," in said and "checkpoint in the model" in said
     line = Reentrant.forward.__code__.co_firstlineno + 1
     assert "note: torch.utils.checkpoint (" in said and f"test_checkpointed_models.py:{line}" in said
+
+
+def test_checkpoint_sequential() -> None:
+    strategy = piper.Strategy(piper.Mesh(), (piper.split(where(), microbatches=2),))
+    report = verify_strategy(job(InARow, InARow), strategy, steps=1)
+    assert report.equal, report.text()
+    found = piper.compile(job(InARow, InARow), strategy)
+    assert repeated(found) == {"layer0_checkpoint1", "layer1_checkpoint1"}
+    line = InARow.forward.__code__.co_firstlineno + 1
+    assert f"test_checkpointed_models.py:{line}" in explain(found)
 
 
 def test_the_strategy_may_say_otherwise() -> None:

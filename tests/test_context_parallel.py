@@ -64,7 +64,7 @@ SLOW = ("heads in zigzag order", "ring, zbv, zero 2", "ring, dropout", "gather, 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[LONG] * (c in SLOW)) for c in CASES])
 def test_shared_tokens_are_one_device(case: str) -> None:
     name, mesh, directives = CASES[case]
-    made = compiled(name, mesh, directives)
+    made = shared_jobs.in_twos(name, mesh, directives)
     found = shared_jobs.run(made)
     shared_jobs.assert_equal(name, made, found)
     assert not lies(made.plan, found.memory)
@@ -79,7 +79,7 @@ PROCESSES: dict[str, tuple[Mesh, list[Any]]] = {
 
 @pytest.mark.parametrize("way", ["heads", "ring", pytest.param("gather", marks=LONG)])
 def test_in_processes(way: str, pool: Pool) -> None:
-    made = compiled("gpt", *PROCESSES[way])
+    made = shared_jobs.in_twos("gpt", *PROCESSES[way])
     found = shared_jobs.run(made, launcher="processes", pool=pool)
     shared_jobs.assert_equal("gpt", made, found)
     assert not lies(made.plan, found.memory)
@@ -99,7 +99,7 @@ def test_in_processes(way: str, pool: Pool) -> None:
 def test_every_way_and_order(way: Any, order: Any, cp: int, tp: int) -> None:
     """Ranks run one program. In zigzag order each computes its share of attention, in blocks as much as the fullest needs."""
     tokens = piper.shard(where(), over="cp", index="tokens", attention=way, order=order)
-    made = compiled("few_kv_heads", Mesh(cp=cp, tp=tp), [*[HEADS] * (tp > 1), tokens])
+    made = shared_jobs.in_twos("few_kv_heads", Mesh(cp=cp, tp=tp), [*[HEADS] * (tp > 1), tokens])
     assert len(made.plan.roles) == 1
     found = shared_jobs.run(made)
     shared_jobs.assert_equal("few_kv_heads", made, found)
@@ -131,7 +131,7 @@ def masked_job() -> piper.Job:
         return tokens, target
 
     model = functools.partial(models.TinyGPT, layers=1, tied=False)
-    return replace(shared_jobs.job("gpt_untied"), model=model, batch=batch, loss=models.masked_cross_entropy)
+    return replace(shared_jobs.job("gpt_untied", 5), model=model, batch=batch, loss=models.masked_cross_entropy)
 
 
 def test_model_flops_do_not_depend_on_the_way() -> None:
@@ -157,7 +157,7 @@ def test_gradients_of_all_weights_are_sums_over_tokens() -> None:
 
 def test_tokens_of_another_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each device takes the other one's tokens, positions are wrong."""
-    made = compiled("gpt", Mesh(cp=2), [TOKENS])
+    made = shared_jobs.in_twos("gpt", Mesh(cp=2), [TOKENS])
     exported = type(made.code).export
 
     def swap(code: Any) -> Any:
@@ -168,7 +168,7 @@ def test_tokens_of_another_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(type(made.code), "export", swapped)
     found = shared_jobs.run(made)
-    wrong = parity.differences(parity.RunOutcome.of(found), shared_jobs.expected("gpt", 1, 1, made.plan.chunks[-1].id))
+    wrong = parity.differences(parity.RunOutcome.of(found), shared_jobs.expected("gpt", 1, 1, made.plan.chunks[-1].id, 2))
     assert wrong
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
+from piper.api import capturing
 from piper.api.verification import verify_strategy
 from piper.views.explain import explain
+from piper_compiler.capture import Traced, codestore, joint
 from piper_ir.errors import DirectiveError, SelectorError
 from tests.layered_models import FOUND, WIDTH, Block, Listed, Stage, Whole
 
@@ -57,6 +60,20 @@ def test_lists_stay_what_they_were() -> None:
     plain = piper.compile(job(Listed), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel()))
     assert compiled.program.key == plain.program.key
     assert "layers: 4, blocks.0, blocks.1, ... blocks.3 (entries of nn.ModuleList)" in explain(compiled)
+
+
+def test_the_usual_layers_are_assembled_only_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is one chunk without its chain is not traced forward and backward as one."""
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
+    made = Mock(wraps=joint.trace_joint)
+    monkeypatch.setattr(codestore, "trace_joint", made)
+    chained = piper.compile(job(FOUND["dict"][0]), pipelined())
+    (traced,) = capturing._CAPTURES.values()
+    assert isinstance(traced, Traced) and traced.found is None
+    calls = made.call_count
+    plain = piper.compile(job(FOUND["dict"][0]), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel()))
+    assert traced.found is not None and plain.program.key != chained.program.key
+    assert made.call_count > calls
 
 
 def test_a_strategy_that_asks_for_no_layers_cuts_at_none() -> None:

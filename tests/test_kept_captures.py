@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import pickle
+import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +20,8 @@ import numpy
 import pytest
 
 import piper
-from piper.api import capturing, kept_captures
+from piper.api import capturing, installed, kept_captures
+from piper.api.installed import InstalledState
 from piper_compiler.capture import StoredCode
 from piper_ir.errors import CaptureError, PiperWarning
 from tests.capture_jobs import ONE, Net, job
@@ -79,7 +85,11 @@ def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("captures/*/*"))
+    return files_in(folder / "captures")
+
+
+def files_in(versions: Path) -> list[Path]:
+    return sorted(versions.glob("*/*"))
 
 
 def said(refuse: bool) -> str:
@@ -152,14 +162,107 @@ def test_a_broken_file_is_replaced(counted: Mock, again: Callable[[], None], fol
     piper.compile(job(PLAIN), ONE)
     again()
     [file] = files(folder)
-    for broken in (file.read_bytes()[:100], pickle.dumps("something else")):
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    for broken in (file.read_bytes()[:100], pickle.dumps("something else"), bytes(whole), b""):
         file.write_bytes(broken)
         with pytest.warns(PiperWarning, match="could not be read and is made anew"):
             piper.compile(job(PLAIN), ONE)
         again()
     piper.compile(job(PLAIN), ONE)
-    assert counted.call_count == 3
+    assert counted.call_count == 5
     assert files(folder) == [file]
+
+
+def test_a_folder_that_can_only_be_read_is_read(
+    counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piper.compile(job(PLAIN), ONE)
+    again()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    for owner, name in ((os, "utime"), (tempfile, "mkstemp"), (os, "replace"), (Path, "unlink")):
+        monkeypatch.setattr(owner, name, refuse)
+    piper.compile(job(PLAIN), SPLIT)
+    piper.compile(job(functools.partial(Net, 1)), ONE)
+    again()
+    assert counted.call_count == 2, "the second is of another model"
+    assert len(files(folder)) == 1
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(counted: Mock, again: Callable[[], None], folder: Path) -> None:
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        piper.compile(job(PLAIN), ONE)
+        again()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not files(folder)
+    piper.compile(job(PLAIN), ONE)
+    assert len(files(folder)) == 1
+
+
+def test_writers_at_once_leave_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_captures, "MOST_FILES", 1)
+    (tmp_path / "version").mkdir()
+    old = tmp_path / "version" / "left.part"
+    old.touch()
+    os.utime(old, (0, 0))
+    contents = {bytes([k]) * 100_000 for k in range(4)}
+
+    def write(content: bytes) -> None:
+        for turn in range(50):
+            kept_captures._replace(tmp_path / "version" / f"{turn % 3}.pickle", content)
+
+    with ThreadPoolExecutor() as pool:
+        writing = [pool.submit(write, content) for content in contents]
+        while not all(one.done() for one in writing):
+            for path in tmp_path.glob("*/*.pickle"):
+                with suppress(FileNotFoundError):
+                    assert path.read_bytes() in contents
+        assert [one.result() for one in writing] == [None] * 4
+    assert len(files_in(tmp_path)) == 1, "the file that was written last; nothing is left of others"
+
+
+SCALE = 1.0
+
+
+def scaled() -> Net:
+    return Net(1, SCALE)
+
+
+def test_what_changed_since_it_was_read_is_not_captured_in_its_place(
+    counted: Mock, again: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piper.compile(job(scaled), ONE)
+    again()
+    restored = piper.compile(job(scaled), ONE)
+    assert counted.call_count == 1
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    assert restored.code is not None
+    with pytest.raises(CaptureError, match="has changed since this was compiled"):
+        restored.code.trace(restored.program.chunks[0].code, 7)
+
+
+def test_another_version_of_an_installed_package_is_captured(
+    counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds = {True: 1, False: 2}
+    for same, calls in holds.items():
+        monkeypatch.setattr(InstalledState, "hold", lambda _, same=same: same)
+        for _ in range(1 + same):
+            piper.compile(job(PLAIN), ONE)
+            again()
+        assert counted.call_count == calls
+    monkeypatch.setattr(installed, "installed_state", lambda before: None)
+    [file] = files(folder)
+    file.unlink()
+    piper.compile(job(PLAIN), ONE)
+    again()
+    assert not files(folder), "a file of a package has changed since it was loaded"
 
 
 def test_only_a_folder_of_ones_own_is_used(counted: Mock, again: Callable[[], None], folder: Path) -> None:

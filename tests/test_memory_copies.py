@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import piper
+from piper_compiler.capture import aliasing
 from piper_ir.select import where
 from piper_ops import layer_norm_backward, sdpa, workspace
 from tests import compositions
@@ -53,6 +54,18 @@ class Mixer(nn.Module):
         return self.mix(self.norm(self.first(x)).transpose(1, 2)).transpose(1, 2)
 
 
+class Windows(nn.Module):
+    """The gradient of its windows comes from a kernel that makes it in memory as large as all windows."""
+
+    def __init__(self, how: str, width: int) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Linear(width, width), nn.Linear(9, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = F.unfold(self.first(x).unsqueeze(1), 3, padding=1)
+        return x + self.mix(windows.transpose(1, 2)).view(x.shape)
+
+
 def measured(how: str, width: int, sizes: dict[str, int], directives: tuple[Any, ...]) -> tuple[list[str], list[int]]:
     """What is wrong with the plan of such a model, and at each instruction of each rank the bytes that it is short."""
 
@@ -60,7 +73,7 @@ def measured(how: str, width: int, sizes: dict[str, int], directives: tuple[Any,
         x = torch.randn(len(rows), TOKENS, width, generator=torch.Generator().manual_seed(step))
         return x, x[:, :1] if how == "norm" else x.roll(1, dims=1)
 
-    kind = Mixer if how == "norm" else Attention
+    kind = {"norm": Mixer, "windows": Windows}.get(how, Attention)
     sgd, precision = compositions.OPTIMIZERS["sgd"], piper.Precision(params="float64")
     job = piper.Job(lambda: kind(how, width), batch, F.mse_loss, sgd, global_batch=4, precision=precision)
     compiled = piper.compile(job, piper.Strategy(piper.Mesh(**sizes), directives))
@@ -72,7 +85,7 @@ def measured(how: str, width: int, sizes: dict[str, int], directives: tuple[Any,
     return lies(plan, records), short
 
 
-@pytest.mark.parametrize("how", ["elements", "heads", "norm"])
+@pytest.mark.parametrize("how", ["elements", "heads", "norm", "windows"])
 def test_what_lies_in_another_way_is_counted_with_its_copy(how: str) -> None:
     found, short = measured(how, 8, *ONE)
     assert not found and set(short) == {0}, (found[:6], short)
@@ -82,6 +95,12 @@ def test_what_devices_gather_for_an_op_that_is_computed_whole() -> None:
     """Queries come out of gathers with all tokens of a head together."""
     found, short = measured("unequal", 8, *SHARED)
     assert not found and set(short) == {0}, (found[:6], short)
+
+
+def test_a_plan_without_the_memory_of_all_windows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aliasing, "show_whole_storages", lambda graph: None)
+    found, short = measured("windows", 10, *ONE)
+    assert found and max(short) >= 1000, short
 
 
 @pytest.mark.parametrize("how", ["elements", "norm"])

@@ -100,6 +100,6 @@ def test_equal_to_one_device_and_nothing_is_said_where_nothing_ran(capsys: pytes
 def test_without_this_the_model_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(_torch_said, "FUNCTIONS", frozenset())
-    monkeypatch.setattr("piper.api.capturing.capture_key", lambda job: None)
+    monkeypatch.setattr("piper.api.capturing.capture_key", lambda job, **_: None)
     with pytest.raises(CaptureError, match="print"):
         piper.compile(job(), SPLIT)

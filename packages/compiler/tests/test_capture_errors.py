@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,16 @@ def refused(pattern: str) -> Callable[[Any], Any]:
 @refused(r"cannot be captured")
 def value_read(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) if x.sum().item() > 0 else x
+
+
+@refused(r"(?s)Python or numpy draws a random number.*torch.where")
+def drawn_by_python(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) if random.random() < 0.5 else x
+
+
+@refused(r"(?s)Python or numpy draws a random number.*torch.rand\(\(\)\)")
+def drawn_by_numpy(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * numpy.random.rand()
 
 
 @refused(r"the number of rows of the batch is compared or combined with a constant")
@@ -275,6 +286,8 @@ class Hooked(nn.Module):
             self.weight.register_hook(lambda g: g * 0.5)
         if what == "accumulate":
             self.weight.register_post_accumulate_grad_hook(lambda p: None)
+        if what == "backward":
+            self.embed.register_full_backward_hook(lambda module, gin, gout: None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embed(x[:, 0].long()) * self.weight
@@ -285,6 +298,7 @@ class Hooked(nn.Module):
     [
         ("hook", "'weight' has a hook"),
         ("accumulate", "'weight' has a hook"),
+        ("backward", "'embed' has a hook on its backward"),
         ("complex", "torch.complex64"),
         ("sparse", "sparse=False"),
     ],

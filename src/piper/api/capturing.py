@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from piper.api.kept_captures import forget, kept_folder, kept_or_made
+from piper.api.kept_captures import forget, kept_folder, kept_or_made, write_first
 from piper_compiler import ASKED_FOR
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
@@ -17,7 +17,7 @@ from piper_ir.tools import no_garbage_collection, working
 if TYPE_CHECKING:
     import torch
 
-    from piper_compiler.capture import Captured
+    from piper_compiler.capture import Captured, Traced
     from piper_runtime import Job
 
 
@@ -25,7 +25,7 @@ MOST_CAPTURES = 16
 """The number of captured models that are kept; the oldest goes first."""
 
 
-_CAPTURES: dict[CaptureKey, Captured] = {}
+_CAPTURES: dict[CaptureKey, Traced | Captured] = {}
 
 
 _BATCHES: dict[str, str] = {}
@@ -37,7 +37,7 @@ class CaptureKey:
 
     Attributes:
         model: Code and values of the model function, or of what it makes where that may depend on more.
-        loss: Code and values of the loss.
+        loss: Code and values of the loss, and of what someone has put in place of torch's functions and settings.
         batch: Structure, shapes and dtypes of a batch.
         precision: The dtypes of parameters, batch and gradient accumulators.
         costs: Code and values of the costs of operators that `piper.op_cost` has set.
@@ -66,9 +66,8 @@ def program_at(captured: Captured, rows: int) -> Program:
             return captured.bind(1)
         check_rows(captured.forward, rows)
     except CaptureError:
-        for key in [key for key, kept in _CAPTURES.items() if kept is captured]:
-            del _CAPTURES[key]
-        forget(captured, remove=True)
+        for key in [key for key, kept in _CAPTURES.items() if kept.forward is captured.forward]:
+            forget(_CAPTURES.pop(key), remove=True)
         raise
     return captured.program
 
@@ -82,11 +81,14 @@ def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
     return with_policies(captured, policies) if policies else captured
 
 
-def layered_by(captured: Captured, asked: tuple[str, ...]) -> Captured:
-    """Return a capture that is cut at the layers that are asked for."""
+def layered_by(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
+    """Return the capture that is cut at the layers that are asked for; none stand for the usual ones."""
     from piper_compiler.capture import with_layers
 
-    return with_layers(captured, asked) if asked else captured
+    with working("capturing the model"), no_garbage_collection():
+        made = with_layers(traced, asked)
+    write_first(traced)
+    return made
 
 
 def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
@@ -96,8 +98,15 @@ def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
     return with_shardings(captured, shardings) if shardings else captured
 
 
-def captured_job(job: Job) -> Captured:
-    """Return the capture of a job's model. Jobs that differ only in what capture does not see share one.
+def captured_job(job: Job, evaluating: bool = False) -> Captured:
+    """Return the capture of a job's model with its usual layers; see `traced_job`."""
+    return under_policies(layered_by(traced_job(job, evaluating), ()), ())
+
+
+def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
+    """Return a job's model, traced. Jobs that differ only in what capture does not see share one.
+
+    With `evaluating` the model is in eval mode.
 
     A job of which it is not known whether it is like an earlier one is captured anew. Raises CaptureError inside of
     modes of torch that change what is traced.
@@ -105,25 +114,25 @@ def captured_job(job: Job) -> Captured:
     from piper_compiler.capture import check_context
 
     check_context()
-    key = capture_key(job)
+    key = capture_key(job, evaluating=evaluating)
     if key is None:
-        return _capture(job)
+        return _capture(job, evaluating)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
             forget(_CAPTURES.pop(next(iter(_CAPTURES))))
-        _CAPTURES[key] = kept_or_made(_content_on_disk(job), partial(_capture, job))
+        _CAPTURES[key] = kept_or_made(partial(_content_on_disk, job, evaluating), partial(_capture, job, evaluating))
     return _CAPTURES[key]
 
 
-def _content_on_disk(job: Job) -> str | None:
+def _content_on_disk(job: Job, evaluating: bool) -> str | None:
     """Return what a capture in a file depends on: its messages name the user's lines, so these count too."""
     if kept_folder() is None:
         return None
-    key = capture_key(job, lines=True)
+    key = capture_key(job, lines=True, evaluating=evaluating)
     return None if key is None else repr(key)
 
 
-def capture_key(job: Job, lines: bool = False) -> CaptureKey | None:
+def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> CaptureKey | None:
     """Return what the capture of a job depends on; None where that cannot be told.
 
     The model counts by its function, if that depends on nothing else, such as a file; otherwise it is made, without
@@ -133,10 +142,14 @@ def capture_key(job: Job, lines: bool = False) -> CaptureKey | None:
     import torch
 
     from piper.api.content import content_of
-    from piper_compiler.capture import built_model, own_replacements
+    from piper.api.reads import replaced_in_torch
+    from piper_compiler.capture import built_model, own_replacements, tracer_settings
     from piper_ops import own_costs
+    from piper_runtime.rank import of_outputs
 
-    loss, costs = content_of(job.loss, own_replacements(), lines=lines), content_of(own_costs(), runs=True)
+    measured = dict(of_outputs(job.metrics))
+    said = (job.loss, own_replacements(), replaced_in_torch(), tracer_settings(), *([measured] if measured else []))
+    loss, costs = content_of(*said, lines=lines, tensors=True), content_of(own_costs(), runs=True)
     if loss is None or costs is None:
         return None
     model = content_of(job.model, runs=True, lines=lines)
@@ -147,7 +160,12 @@ def capture_key(job: Job, lines: bool = False) -> CaptureKey | None:
         model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
     return CaptureKey(
-        model, loss, f"{_batch_of(job)} {job.shared_names} {job.batch_norm}", job.precision.key, costs, tuple(map(str, settings))
+        f"evaluated {model}" if evaluating else model,
+        loss,
+        f"{_batch_of(job)} {job.shared_names} {job.batch_norm}",
+        job.precision.key,
+        costs,
+        tuple(map(str, settings)),
     )
 
 
@@ -191,13 +209,13 @@ def _look(tensor: torch.Tensor, rows: int) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape[of_rows:])} {of_rows}"
 
 
-def _capture(job: Job) -> Captured:
-    from piper_compiler.capture import capture
-    from piper_runtime.rank import call_batch
+def _capture(job: Job, evaluating: bool = False) -> Traced:
+    from piper_compiler.capture import trace
+    from piper_runtime.rank import call_batch, of_outputs
 
     batch, given = partial(call_batch, job.batch, 0), job.precision
-    with working("capturing the model"), no_garbage_collection():
-        made = capture(
+    with working("capturing the model in eval mode" if evaluating else "capturing the model"), no_garbage_collection():
+        return trace(
             job.model,
             batch,
             job.loss,
@@ -207,5 +225,6 @@ def _capture(job: Job) -> Captured:
             most=job.global_batch,
             shared=job.shared_names,
             statistics=job.batch_norm is not None,
+            metrics=of_outputs(job.metrics),
+            evaluating=evaluating,
         )
-        return under_policies(made, ())

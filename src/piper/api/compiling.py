@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from piper.api.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.batch_statistics import check_rows as check_norm_rows
-from piper.api.capturing import captured_job, layered_by, program_at, shared_by, under_policies
-from piper_compiler import Options, Strategy, Training, asked_layers, compile_program, policies_of, shardings_of
+from piper.api.capturing import layered_by, program_at, shared_by, traced_job, under_policies
+from piper.api.evaluating import compiled_evaluation
+from piper_compiler import (
+    Directive,
+    Options,
+    Strategy,
+    Training,
+    asked_layers,
+    compile_program,
+    policies_of,
+    shardings_of,
+    with_fixed_stages,
+)
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, DirectiveError, JobError, PiperWarning
 from piper_ir.graph import Graph
@@ -57,6 +69,20 @@ class Compiled(Brief):
     layers: Layers | None = None
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
+
+    @cached_property
+    def evaluation(self) -> Compiled | None:
+        """Return the evaluation of the job, compiled for the same ranks; None where the job has none.
+
+        Raises JobError, or the error of capture or compiler, where this strategy cannot evaluate the model.
+        """
+        if self.job is None or self.job.eval_data is None or self.strategy is None:
+            return None
+        job = self.job.evaluated
+        _, _, training = trained_job("compile", self.job, None)
+        strategy = with_fixed_stages(self.strategy, self.graph)
+        lowered, code = compiled_evaluation(job, strategy, self.plan, training)
+        return Compiled(lowered.graph.program, lowered.graph, lowered.plan, job.unevaluated, code, strategy=strategy)
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: all but the captured graphs, with the code that a run of the plan needs."""
@@ -109,10 +135,9 @@ def compile(
     if isinstance(source, Program):
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
-    captured, spec, training = trained_job("compile", source, global_batch)
+    captured, spec, training = trained_job("compile", source, global_batch, strategy.directives)
     norms = captured.forward.norms
     check_shared_norms(norms, shardings_of(strategy.directives, strategy.mesh))
-    captured = layered_by(captured, asked_layers(strategy.directives, captured.program))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, policies_of(strategy.directives))
     with _remarks_in_errors(captured):
@@ -147,8 +172,10 @@ def compile(
     return made
 
 
-def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captured, OptimizerSpec, Training]:
-    """Capture a job; return also its optimizer and what a plan must know of its training.
+def trained_job(
+    call: str, source: Job, global_batch: int | None, directives: Iterable[Directive] | None = None
+) -> tuple[Captured, OptimizerSpec, Training]:
+    """Capture a job with the layers that directives ask for; return also its optimizer and what a plan must know of it.
 
     CompileError, in the name of the `call`, for a source that is no job or has a `global_batch` beside it.
     """
@@ -159,7 +186,9 @@ def trained_job(call: str, source: Job, global_batch: int | None) -> tuple[Captu
         raise CompileError(f"{call}: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
     if global_batch is not None:
         raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
-    captured = captured_job(source)
+    traced = traced_job(source)
+    asked = () if directives is None else asked_layers(directives, traced.outline)
+    captured = under_policies(layered_by(traced, asked), ())
     spec = optimizer_spec(source, captured.program.params)
     given = source.precision
     training = Training(

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import threading
 import types
 import weakref
@@ -36,7 +37,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from piper.api.reads import Home, Unseen, cells, home_of, is_foreign, is_pure, read_by
+from piper.api.foreign import PLAIN, of_the_user
+from piper.api.reads import OF_THE_PROCESS, Home, Unseen, cells, home_of, is_foreign, is_pure, read_by
 from piper_ops import storage_key
 
 MOST_BYTES = 2**20
@@ -44,8 +46,6 @@ MOST_BYTES = 2**20
 MOST_VALUES = 200_000
 """The most values in all that are looked into."""
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
-"""The types whose `repr` is their content."""
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -63,13 +63,14 @@ _PYTHONS_OWN = frozenset(
 """The attributes that Python puts into each class."""
 
 
-def content_of(*values: object, runs: bool = False, lines: bool = False) -> str | None:
+def content_of(*values: object, runs: bool = False, lines: bool = False, tensors: bool = False) -> str | None:
     """Return the content of some values: equal contents mean equal values, unequal ones may do so too.
 
     None says that it is not known: something cannot be looked into, or with `runs`, calling the values may give other
-    results for reasons that lie elsewhere. With `lines`, where code stands counts as well.
+    results for reasons that lie elsewhere. With `lines`, where code stands counts as well, and with `tensors` what
+    tensors hold, also where nothing runs.
     """
-    walk = _Walk(runs, lines)
+    walk = _Walk(runs, lines, tensors)
     try:
         for value in values:
             walk.add(value)
@@ -82,9 +83,10 @@ def content_of(*values: object, runs: bool = False, lines: bool = False) -> str 
 class _Walk:
     """Visit values and everything that they lead to, breadth first, each object once."""
 
-    def __init__(self, runs: bool, lines: bool = False) -> None:
+    def __init__(self, runs: bool, lines: bool = False, tensors: bool = False) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
-        self._runs, self._lines = runs, lines
+        self._runs, self._lines, self._tensors = runs, lines, tensors
+        self._seen: set[int] = set()
         self._storages: dict[int, int] = {}
         self._number: dict[tuple[int, bool], int] = {}
         self._objects: list[tuple[Any, Home, bool]] = []  # holds each object, so that no other one gets its id meanwhile
@@ -94,7 +96,7 @@ class _Walk:
         if _is_plain(value):
             self._token(type(value).__name__, repr(value))
         elif home == "installed" and not isinstance(value, tuple | list):
-            self._token("installed", type(value).__qualname__)
+            self._all(f"installed {type(value).__qualname__}", of_the_user(value, self._seen))
         else:
             number = self._number.setdefault((id(value), self._runs), len(self._objects))
             if number == len(self._objects):
@@ -160,12 +162,16 @@ class _Walk:
         self._token("function", home, function.__module__, function.__qualname__)
         self._all("defaults", (function.__defaults__, function.__kwdefaults__, function.__dict__))
         if home == "known":
+            if function is os.getenv:
+                self.add(os.environ)
+            if self._lines and function.__name__ in OF_THE_PROCESS:
+                raise Unseen
             self._all("cells", cells(function))
             return self._check_pure(function.__globals__.get("__name__"))
         if self._runs and home == "installed":
             raise Unseen
         self.add(function.__code__)
-        for name, value in read_by(function, self._runs):
+        for name, value in read_by(function, self._runs, self._lines):
             self._token("name", name)
             self.add(value, home)
 
@@ -191,7 +197,9 @@ class _Walk:
         self._all("rules", (op._abstract_fn, op._setup_context_fn, op._backward_fn, op._vmap_fn, op._torch_dispatch_fns))
 
     def _code(self, code: types.CodeType) -> None:
-        self._token("code", code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, code.co_argcount)
+        self._token("code", code.co_code, code.co_exceptiontable, code.co_names, code.co_flags)
+        self._token(code.co_varnames, code.co_cellvars, code.co_freevars)
+        self._token(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
         if self._lines:
             self._token("lines", code.co_filename, code.co_firstlineno, code.co_linetable)
         self._all("constants", code.co_consts)
@@ -204,7 +212,7 @@ class _Walk:
             return self._all("replaced", (part for pair in vars(kind).items() if is_foreign(pair[1]) for part in pair))
         if self._runs and home == "installed":
             raise Unseen
-        self._all("bases", kind.__bases__)
+        self._all("bases", (type(kind), *kind.__bases__))
         for name, value in vars(kind).items():
             method = isinstance(value, types.FunctionType | classmethod | staticmethod | property)
             if method or not (name in _PYTHONS_OWN or name.startswith("_abc_")):
@@ -218,7 +226,7 @@ class _Walk:
         if is_lazy(tensor) or tensor.layout is not torch.strided:
             raise Unseen
         self._token(tuple(tensor.shape), tensor.is_conj(), tensor.is_neg())
-        if self._runs:
+        if self._runs or self._tensors:
             self._bytes(tensor)
             return
         storage = self._storages.setdefault(storage_key(tensor), len(self._storages))
@@ -254,7 +262,7 @@ class _Walk:
         if len(value) > MOST_VALUES:
             raise Unseen
         if isinstance(value, set | frozenset):
-            items = [content_of(item, runs=self._runs, lines=self._lines) for item in value]
+            items = [content_of(item, runs=self._runs, lines=self._lines, tensors=self._tensors) for item in value]
             if None in items:
                 raise Unseen
             self._token(*sorted(filter(None, items)))

@@ -6,13 +6,15 @@ and Python's own.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +28,8 @@ _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _TORCH = f"{Path(torch.__file__).parent}/"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
 
+OF_TORCH = ("piper", "functorch", "torchgen")
+"""The further packages that count by name: Piper, and what torch installs beside itself."""
 PURE = PACKAGES | {
     "abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum", "fractions", "functools", "itertools",
     "math", "numbers", "operator", "piper", "string", "torch", "types", "typing", "_abc", "_collections", "_collections_abc",
@@ -35,8 +39,36 @@ PURE = PACKAGES | {
 IMPURE = ("torch.serialization", "torch.hub", "torch.distributed", "torch.cuda", "torch.storage", "torch.jit")
 READERS = frozenset({"open", "input", "globals", "locals", "vars", "eval", "exec", "compile", "__import__", "id", "hash"})
 """The built-in functions whose result depends on more than their arguments."""
+ANYTHING = frozenset({"eval", "exec", "globals"})
+"""The built-in functions through which traced code may read variables that it does not name."""
+OF_THE_PROCESS = frozenset({
+    "find_spec", "get_device_capability", "get_device_name", "getrecursionlimit", "hash", "id", "is_available", "is_initialized",
+    "libc_ver", "mac_ver", "machine", "node", "platform", "processor", "release", "system", "uname", "win32_ver",
+})  # fmt: skip
+"""The functions of Python and torch that a trace follows, and that say something else in another process or machine."""
+DRAWS = frozenset(
+    {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
+)
+"""The functions of torch that draw random numbers, and not into a tensor that is there."""
+TAKES = frozenset({"item", "tolist", "numpy", "int", "float", "bool"})
+"""The names by which code takes values out of tensors; a constructor that does so may depend on what was drawn."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 """The names in code that may read attributes whose names it does not say."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """Hold a statement in a function that imports.
+
+    Attributes:
+        name: the module as it is written, without dots before it.
+        level: the number of these dots.
+        items: what is taken from the module; empty for `import a.b`.
+    """
+
+    name: str
+    level: int
+    items: tuple[str, ...]
 
 
 class Unseen(Exception):
@@ -52,33 +84,69 @@ def cells(function: types.FunctionType) -> Iterator[object]:
             yield "unset"
 
 
-def read_by(function: types.FunctionType, runs: bool) -> Iterator[tuple[str, object]]:
+def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of the variables that a function reads, and of what it reads of modules.
 
-    Raises Unseen where it may read more.
+    Raises Unseen where it may read more; with `elsewhere`, also where it may read something else in another process.
     """
     read, imported, names = _names(function.__code__)
     space = function.__globals__
-    package = space.get("__package__") or ""
     values = list(zip(function.__code__.co_freevars, cells(function), strict=True))
     values += [(name, space[name]) for name in read if name in space]
-    if runs and ("from_file" in names or any(name in READERS and name not in space for name in read)):
+    unbound = {name for name in read if name not in space}
+    if home_of(space.get("__name__")) == "user" and unbound & (ANYTHING | OF_THE_PROCESS if elsewhere else ANYTHING):
         raise Unseen
-    for name in imported:
-        modules = {full: sys.modules[full] for full in (name, f"{package}.{name}") if full in sys.modules}
-        if runs and not modules:
-            raise Unseen
-        values += modules.items()
+    if runs and ("from_file" in names or unbound & READERS or (names & DRAWS and names & TAKES)):
+        raise Unseen
+    values += [(name, vars(builtins)[name]) for name in read if name not in space and _is_added(name)]
+    for request in imported:
+        values += _imported(request, space, runs)
     done: set[int] = set()
     for name, value in values:
         if isinstance(value, types.ModuleType):
-            yield from _read_of(name, value, names, done, runs)
+            yield from _read_of(name, value, names, done, runs, elsewhere)
         else:
             yield name, value
 
 
+def _is_added(name: str) -> bool:
+    """Return whether someone has put a name among the built-in ones, or another value in the place of one."""
+    value = vars(builtins).get(name, Ellipsis)
+    if value is Ellipsis or value is NotImplemented:
+        return False
+    return not callable(value) or home_of(getattr(value, "__module__", None)) != "known"
+
+
+def _imported(request: Import, space: Mapping[str, object], runs: bool) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield the modules that a statement in a function imports.
+
+    Raises Unseen for one of the user's that is not imported yet, since its code is not known before it runs.
+    """
+    base = request.name
+    if request.level:
+        package = str(space.get("__package__") or space.get("__name__") or "").split(".")
+        kept = package[: len(package) - request.level + 1]
+        base = ".".join([*kept, *([request.name] if request.name else [])])
+    module = sys.modules.get(base)
+    if module is None:
+        known = base.partition(".")[0] in sys.stdlib_module_names | PACKAGES | {"torch", "piper"}
+        if runs or (not known and home_of(space.get("__name__")) == "user"):
+            raise Unseen
+        return
+    first = base.partition(".")[0]
+    if not request.items and first in sys.modules:  # import a.b binds a
+        yield first, sys.modules[first]
+    yield base, module
+    for item in request.items:
+        inner = sys.modules.get(f"{base}.{item}")
+        if inner is not None:
+            yield f"{base}.{item}", inner
+        elif item != "*" and not hasattr(module, item) and home_of(module.__name__) == "user":
+            raise Unseen
+
+
 def _read_of(
-    path: str, module: types.ModuleType, names: frozenset[str], done: set[int], runs: bool
+    path: str, module: types.ModuleType, names: frozenset[str], done: set[int], runs: bool, elsewhere: bool
 ) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a module that code with these names may read. Raises Unseen where they are not known."""
     if id(module) in done:
@@ -89,7 +157,9 @@ def _read_of(
         raise Unseen
     if home == "known" and ((module is sys and "modules" in names) or (runs and not is_pure(module.__name__))):
         raise Unseen
-    known = vars(module).keys() | vars(type(module)).keys()
+    if home == "user" and "__getattr__" in vars(module):
+        raise Unseen
+    known = vars(module).keys() | (vars(type(module)).keys() - vars(types.ModuleType).keys())
     if home == "known" and "__dir__" in vars(module):  # it imports names on first use, and lists them all
         known |= set(dir(module))
     read = names & known
@@ -99,28 +169,34 @@ def _read_of(
         value = getattr(module, name, None)
         if isinstance(value, types.ModuleType):
             if name in names:
-                yield from _read_of(f"{path}.{name}", value, names, done, runs)
+                yield from _read_of(f"{path}.{name}", value, names, done, runs, elsewhere)
         elif home != "known" or runs or isinstance(value, type) or not callable(value) or is_foreign(value):
             yield f"{path}.{name}", value
         elif value is os.getenv:
             yield "os.environ", os.environ
+        elif elsewhere and name in OF_THE_PROCESS:
+            raise Unseen
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[Import, ...], frozenset[str]]:
     """Return the names that some code uses, with those of the functions in it.
 
     They are the globals that it reads, the modules that it imports, and all its names. A text may be a name too, as in
     getattr(settings, "depth").
     """
     read: dict[str, None] = {}
-    imported: dict[str, None] = {}
+    imported: dict[Import, None] = {}
+    pushed: list[object] = []
     names = set(code.co_names) | {constant for constant in code.co_consts if isinstance(constant, str)}
     for instruction in dis.get_instructions(code):
         if instruction.opname in _GLOBAL:
             read[instruction.argval] = None
         elif instruction.opname == "IMPORT_NAME":
-            imported[instruction.argval] = None
+            level, items = pushed[-2:]  # the compiler pushes both right before
+            imported[Import(instruction.argval, int(str(level)), tuple(items) if isinstance(items, tuple) else ())] = None
+        elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            pushed.append(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = _names(constant)
@@ -142,7 +218,7 @@ def home_of(name: object) -> Home:
 @functools.lru_cache(maxsize=4096)
 def _home_of(name: str, file: str | None, origin: str | None) -> Home:
     top = name.partition(".")[0]
-    if top in PACKAGES or top == "piper" or origin in ("built-in", "frozen"):
+    if top in PACKAGES or top in OF_TORCH or origin in ("built-in", "frozen"):
         return "known"
     if file is None:
         return "user"
@@ -161,3 +237,20 @@ def is_foreign(value: object) -> bool:
 def is_pure(module: str) -> bool:
     """Return whether functions of a known module depend on nothing but their arguments."""
     return module.partition(".")[0] in PURE and not module.startswith(IMPURE)
+
+
+def replaced_in_torch() -> list[tuple[str, object]]:
+    """Return (name, function) of what someone has put in place of torch's functions, and of the methods of its modules.
+
+    A trace goes through modules of torch, which call these by names that the user's code does not show.
+    """
+    found: list[tuple[str, object]] = []
+    owners: list[types.ModuleType | type] = [torch, torch.nn.functional, torch.nn.init, torch.Tensor, *_classes_of_modules()]
+    for owner in owners:
+        path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        found += [(f"{path}.{name}", value) for name, value in list(vars(owner).items()) if is_foreign(value)]
+    return found
+
+
+def _classes_of_modules() -> list[type]:
+    return [torch.nn.Module, *(kind for kind in vars(torch.nn).values() if isinstance(kind, type))]

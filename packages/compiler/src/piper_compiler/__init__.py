@@ -38,7 +38,7 @@ from piper_compiler.directives import (
     stream,
 )
 from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
-from piper_compiler.passes import EVERYWHERE, states, windows, with_buckets
+from piper_compiler.passes import EVERYWHERE, FORGETS, states, windows, with_buckets
 from piper_compiler.ports import steps_of
 from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import MOST_SECONDS, synthetic
@@ -46,6 +46,7 @@ from piper_compiler.synthetic import MOST_SECONDS, synthetic
 __all__ = [
     "ASKED_FOR",
     "EVERYWHERE",
+    "FORGETS",
     "MOST_SECONDS",
     "CompileRequest",
     "Directive",

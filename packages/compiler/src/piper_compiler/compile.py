@@ -15,6 +15,7 @@ from piper_compiler.passes.columns import columns
 from piper_compiler.passes.complete import complete
 from piper_compiler.passes.dependencies import dependencies
 from piper_compiler.passes.draft import draft
+from piper_compiler.passes.forwards import forwards_alone
 from piper_compiler.passes.fuse import tasks
 from piper_compiler.passes.overlap import first_to_finish, interleavings, seconds_of_spans
 from piper_compiler.passes.parts import PartMaker
@@ -70,13 +71,16 @@ def compile_program(
     costs: Costs | None = None,
     options: Options | None = None,
     at_rows: Callable[[int], Program] | None = None,
+    evaluates: bool = False,
 ) -> Lowered:
     """Build the graph, apply the directives in order, complete and lower it.
 
     See `CompileRequest` for the arguments. Raises DirectiveError or CompileError, which names the condition that does
     not hold and where the directive was written.
     """
-    request = CompileRequest(program, strategy, global_batch, training or Training(), costs, options or Options(), at_rows)
+    request = CompileRequest(
+        program, strategy, global_batch, training or Training(), costs, options or Options(), at_rows, evaluates
+    )
     return compiled(request)
 
 
@@ -87,7 +91,7 @@ def compiled(request: CompileRequest) -> Lowered:
         rows = rows_per_microbatch(graph.microbatches, graph.replicas, request.global_batch)
         if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
             graph = step_graph(request, exact)
-        return lowered(graph, rows, request)
+        return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)
 
 
 def step_graph(request: CompileRequest, program: Program) -> Graph:

@@ -76,6 +76,7 @@ class CompileRequest:
         costs: known durations.
         options: how the plan is laid out.
         at_rows: the program for a number of rows, for programs that are not affine down to one row.
+        evaluates: whether the plan is one of an evaluation: forwards alone.
     """
 
     program: Program
@@ -85,3 +86,4 @@ class CompileRequest:
     costs: Costs | None = None
     options: Options = Options()
     at_rows: Callable[[int], Program] | None = None
+    evaluates: bool = False

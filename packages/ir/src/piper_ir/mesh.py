@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 
 from piper_ir.errors import CompileError
@@ -106,9 +105,12 @@ class Mesh:
 
     def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return all ranks, ascending, at which the axes of `fixed` have the given coordinates."""
-        free = [(a, range(n)) if a not in fixed else (a, range(fixed[a], fixed[a] + 1)) for a, n in self.sizes]
-        names = [a for a, _ in free]
-        return tuple(sorted(self.rank(dict(zip(names, c, strict=True))) for c in product(*(r for _, r in free))))
+        found, stride = [0], 1
+        for axis, size in self.sizes:
+            places = (fixed[axis],) if axis in fixed else range(size)
+            found = [rank + at * stride for at in places for rank in found]
+            stride *= size
+        return tuple(found)
 
     def __str__(self) -> str:
         return "Mesh(" + ", ".join(f"{a}={n}" for a, n in reversed(self.sizes)) + ")"

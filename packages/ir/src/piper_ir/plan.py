@@ -205,7 +205,7 @@ class RolePlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Brief):
-    """Hold everything that executors need to run or simulate one training step.
+    """Hold everything that executors need to run or simulate one training step, or one batch of an evaluation.
 
     Attributes:
         rows: rows of one microbatch on one rank; the global batch has rows * microbatches * `replicas` rows.
@@ -221,6 +221,7 @@ class Plan(Brief):
         shared: the axes whose devices share the work of each chunk.
         experts: the axes along which each device has some experts.
         constants: as in `Program`.
+        evaluates: whether it is an evaluation's: forwards alone, which change no parameter.
     """
 
     program_key: str
@@ -246,6 +247,7 @@ class Plan(Brief):
     shared: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
+    evaluates: bool = False
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)

@@ -41,12 +41,13 @@ def _pieces(plan: Plan) -> Iterator[str]:
 
 
 def _roles(plan: Plan, bare: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    known: dict[int, list[str]] = {}
     for k, (role, fields) in enumerate(zip(plan.roles, bare, strict=True)):
         assert isinstance(role.program, InstrTable)
         yield ",{" if k else "[{"
         for n, (key, value) in enumerate(fields.items()):
             yield f"{',' if n else ''}{quoted(key)}:"
-            yield _program(role.program) if key == "program" else _text(value)
+            yield _program(role.program, known) if key == "program" else _text(value)
         yield "}"
     yield "]"
 
@@ -65,8 +66,11 @@ def _values(plan: Plan) -> Iterator[str]:
     yield "{}" if begin == "{" else "}"
 
 
-def _program(table: InstrTable) -> str:
-    names = [quoted(name) for name in table.values.names]
+def _program(table: InstrTable, known: dict[int, list[str]]) -> str:
+    """Return the text of a program; `known` has the quoted names of the values that several programs share."""
+    names = known.get(id(table.values))
+    if names is None:
+        names = known[id(table.values)] = [quoted(name) for name in table.values.names]
     streams = [quoted(t.stream) for t in table.templates]
     ops: dict[int, str] = {}
     places = [f"[{streams[k]},{n}]" for k, n in zip(table.used, table._places, strict=True)]

@@ -212,13 +212,13 @@ class Output:
     """Describe an output of a chunk.
 
     Attributes:
-        kind: "buffer" for the new content of a buffer; "loss" and "weight" for scalars of the last chunk; else "value".
-        ref: the name of the buffer.
+        kind: "buffer" for the new content of a buffer; "value"; the others are scalars of the last chunk.
+        ref: the name of the buffer or of the metric.
         needs_grad: whether the step I reads a tangent for it.
         varies: whether that buffer's content depends on the batch.
     """
 
-    kind: Literal["value", "buffer", "loss", "weight"]
+    kind: Literal["value", "buffer", "loss", "weight", "metric", "metric_weight"]
     spec: TensorSpec
     ref: str = ""
     needs_grad: bool = False

@@ -3,9 +3,9 @@
 Only this folder of the compiler may import torch and piper_ops; of the compiler it imports nothing else.
 """
 
-from piper_compiler.capture._torch_context import check_autocast, check_context
+from piper_compiler.capture._torch_context import check_autocast, check_context, tracer_settings
 from piper_compiler.capture.advancing import Advancing
-from piper_compiler.capture.assemble import capture, with_layers
+from piper_compiler.capture.assemble import capture, trace, with_layers
 from piper_compiler.capture.codegen import StepCode, compile_step
 from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
 from piper_compiler.capture.layers import Layers
@@ -15,8 +15,9 @@ from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.recompute import POLICIES
 from piper_compiler.capture.replacements import own_replacements, replacement
 from piper_compiler.capture.sharding import with_shardings
-from piper_compiler.capture.stored import StoredCapture, StoredCode, extent, restored, stored
+from piper_compiler.capture.stored import StoredCode, StoredTrace, extent, restored, stored
 from piper_compiler.capture.tags import region, tag
+from piper_compiler.capture.traced import Traced
 from piper_compiler.capture.variants import with_policies
 
 __all__ = [
@@ -29,8 +30,9 @@ __all__ = [
     "Layers",
     "POLICIES",
     "StepCode",
-    "StoredCapture",
     "StoredCode",
+    "StoredTrace",
+    "Traced",
     "WorkFacts",
     "built_model",
     "capture",
@@ -49,6 +51,8 @@ __all__ = [
     "restored",
     "stored",
     "tag",
+    "trace",
+    "tracer_settings",
     "with_layers",
     "with_policies",
     "with_shardings",

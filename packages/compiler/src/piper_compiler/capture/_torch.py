@@ -119,6 +119,7 @@ def own_settings() -> Iterator[None]:
                 assume_static_by_default=True,
                 suppress_errors=False,
                 allow_rnn=True,
+                use_numpy_random_stream=True,  # else torch draws what numpy would draw, which is another number
                 run_gc_after_compile=False,  # it looks at all objects of the process, for what the next collection finds as well
             ),
             _function_names_left_out(),

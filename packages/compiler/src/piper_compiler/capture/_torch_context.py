@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import chain
 
@@ -62,3 +63,14 @@ def check_context() -> None:
     """
     for problem in chain(_autocast(), _global_hooks(), _modes()):
         raise CaptureError(problem)
+
+
+def tracer_settings() -> list[str]:
+    """Return the settings of torch's tracers that are not as torch has them, which change what is traced."""
+    found: list[str] = []
+    for config in filter(None, map(sys.modules.get, ("torch._dynamo.config", "torch._functorch.config"))):
+        for line in config.codegen_config().splitlines():  # those that were ever set
+            name = line.partition(" = ")[0].rpartition(".")[2]
+            if getattr(config, name, None) != config._config[name].default:
+                found.append(line)
+    return found

@@ -5,8 +5,8 @@ See the documentation of torch's `aot_export_joint_with_descriptors`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._library.simple_registry import singleton
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -43,7 +44,7 @@ class RawJoint:
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
     """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward where an output requires grad."""
-    with ExitStack() as stack, _use_lazy_graph_module(True):  # its Python code is not asked for
+    with ExitStack() as stack, _use_lazy_graph_module(True), _matrices_unchecked():  # its Python code is not asked for
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module
     primals: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
@@ -59,6 +60,18 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
         if isinstance(meaning, InputMutationAOTOutput) and isinstance(meaning.mutated_input, PlainAOTInput)
     }
     return RawJoint(exported, primals, tangents, tuple(sorted(changed)))
+
+
+@contextmanager
+def _matrices_unchecked() -> Iterator[None]:
+    """Let the trace of inv, solve or cholesky drop the search for singular matrices, which no step has room for."""
+    holder = singleton.find("aten::_linalg_check_errors").effect
+    before = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(before)
 
 
 def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:

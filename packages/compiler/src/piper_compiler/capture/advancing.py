@@ -64,7 +64,7 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
         lines[name] = node
     found = _advancing(sources)
     changed = [b.name for b in forward.buffers if b.name in found and not counts_tokens(b.name)]
-    results = [node for node in (forward.loss, forward.weight) if node is not None]
+    results = forward.results
     read = set().union(*(content[s] for node in results for s in facts.storages[node]))
     return tuple(Advancing(name, line_of(lines[name]), name in read) for name in changed)
 

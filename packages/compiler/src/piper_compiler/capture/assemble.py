@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,12 +17,15 @@ from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
+from piper_compiler.capture.measured import OutputMetrics
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_compiler.capture.shared import check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.steady import check_steady
+from piper_compiler.capture.traced import Traced, outline_of
+from piper_compiler.capture.tracing import NONE
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
 from piper_ir.sizes import Dim, TensorSpec, affine, fit
@@ -35,7 +39,7 @@ operations are simplified or ordered otherwise.
 """
 
 
-def capture(
+def trace(
     model: nn.Module | Callable[[], nn.Module],
     batch: BatchMaker,
     loss: Loss = None,
@@ -46,8 +50,10 @@ def capture(
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
     statistics: bool = False,
-) -> Captured:
-    """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
+    metrics: OutputMetrics = NONE,
+    evaluating: bool = False,
+) -> Traced:
+    """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
     `Chunk.random` says that F draws random numbers, from the default generator of its device, whose state the caller
     sets before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws the same
@@ -66,6 +72,8 @@ def capture(
         most: rows that `batch` has; it is asked for two of them at most.
         shared: patterns of the names of batch tensors without rows, beside those that are marked (`piper.shared`).
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
+        metrics: functions of (output, targets) whose values are scalars beside the loss.
+        evaluating: whether the model is in eval mode, as it is when it is evaluated.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -73,14 +81,22 @@ def capture(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:
-        forward = capture_forward(model, batch, loss, Casts(dtype, reduce, keep or {}), most, shared, statistics=statistics)
+        casts = Casts(dtype, reduce, keep or {})
+        forward = capture_forward(
+            model, batch, loss, casts, most, shared, statistics=statistics, metrics=metrics, evaluating=evaluating
+        )
         check_steady(forward)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-        return _Assembly(forward, pieces, reduce).captured()
+        return Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
+
+
+def capture(model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss = None, **how: Any) -> Captured:
+    """Trace a training step and return its capture with the usual layers; see `trace`, which has the same arguments."""
+    return trace(model, batch, loss, **how).assembled
 
 
 def with_experts(captured: Captured) -> Captured:
@@ -96,23 +112,24 @@ def assembled(forward: Forward, pieces: Cut, reduce: torch.dtype | None, asked: 
     return _Assembly(forward, pieces, reduce, asked, store).captured()
 
 
-def with_layers(captured: Captured, asked: tuple[str, ...]) -> Captured:
-    """Return a capture that is cut at other layers; the model is not traced again.
+def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
+    """Return the capture of a traced model with these layers; the model is not traced again.
 
     Args:
-        asked: patterns of the names of modules, LONGEST_CHAIN, or nothing for the layers that it has.
+        traced: the traced model, or its capture with the usual layers.
+        asked: patterns of the names of modules, LONGEST_CHAIN, or nothing for the usual layers.
 
     Raises SelectorError for a pattern that matches nothing.
     """
     if not asked:
-        return captured
-    found = captured.layered.get(asked)
+        return traced.assembled
+    found = traced.layered.get(asked)
     if found is None:
         with _torch.CAPTURING:
-            pieces = cut(captured.forward, asked)
-            same = pieces.layers == captured.layers
-            found = captured if same else _Assembly(captured.forward, pieces, captured.reduce, asked).captured()
-        captured.layered[asked] = found
+            pieces = cut(traced.forward, asked)
+            same = pieces.layers == traced.layers
+            found = traced.assembled if same else _Assembly(traced.forward, pieces, traced.reduce, asked).captured()
+        traced.layered[asked] = found
     return found
 
 
@@ -136,6 +153,10 @@ class _Assembly:
         self._pieces = {p.region.number: p for p in pieces.pieces}
 
     def captured(self) -> Captured:
+        with _torch.CAPTURING:
+            return self._captured()
+
+    def _captured(self) -> Captured:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")

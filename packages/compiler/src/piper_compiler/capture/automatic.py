@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.concrete import DROPPED, is_size, tensors_of
+from piper_compiler.capture.concrete import DROPPED, is_size, line_of, tensors_of
 from piper_compiler.capture.tags import ATTRIBUTE, OPAQUE, module_coords, outermost_entries
 from piper_compiler.capture.written import Planned, own_tensors, pickled, planning
 from piper_ir.errors import CaptureError, PiperWarning
@@ -34,12 +34,24 @@ RECURRENT = frozenset(t for t in REFUSALS if REFUSALS[t] is REFUSALS[torch.lstm]
 """The functions of fused recurrent layers."""
 OF_FUNCTIONS = frozenset({"associative_scan", "scan", "cond", "while_loop", "map_impl", "map"})
 """The operators that take functions, which run as they are."""
+COMPILED_ONLY = frozenset({"cond"})
+"""The operators among them that torch compiles, also where they stand in code that runs as it is."""
+AS_PYTHON = (
+    "torch compiles them when it runs, which no plan holds. Write `if` in place of it, in a small nn.Module of its own, which "
+    "becomes an opaque region by itself; or compute both ways and choose with torch.where"
+)
 MOST = 0.5
 """The largest part of a model's weights, or of its layers, that a module may hold that becomes opaque by itself."""
 
 OUT_OF_PLACE = (
     "It stands in no module of its own, but in {place}. Put it into a small nn.Module, which then runs by autograd as it is "
     "(`piper explain` says so), or write it with operations of static shapes (torch.where, masks)."
+)
+
+OF_LOSS = (
+    "It stands in the loss. Let the model compute it in a small nn.Module that gets the labels, which then runs by autograd as "
+    "it is (`piper explain` says so): batch returns labels among the inputs, and Job has no loss. Or write it with operations of "
+    "static shapes (torch.where, masks)."
 )
 
 
@@ -96,7 +108,9 @@ class AutomaticRegions:
         """Let a module, and those of its class, run as they were written; return why they cannot, "" if they do."""
         if module is None or module not in set(self.model.modules()) or module in set(self._holding()):
             holds = module is not None and module in set(self.model.modules())
-            place = f"{type(module).__name__}, which holds most of the model" if holds else "the loss"
+            if not holds:
+                return OF_LOSS
+            place = f"{type(module).__name__}, which holds most of the model"
             return OUT_OF_PLACE.format(place="the model itself" if module is self.model else place)
         named, kind = self._alike(module), type(module).__name__
         paths = {name: tuple(own_tensors(m)) for name, m in named.items()}
@@ -153,6 +167,11 @@ class Untraceable:
     node: fx.Node
     text: str
     recurrent: bool = False
+    takes_functions: bool = False
+
+    def refusal(self, why: str) -> CaptureError:
+        """Return the error for an operation that cannot run as it is written, and why not."""
+        return CaptureError(f"{line_of(self.node)}: {self.text}. {why}")
 
 
 def causes(graph: fx.Graph, opaque: Callable[[fx.Node], bool]) -> Iterator[Untraceable]:
@@ -164,7 +183,11 @@ def causes(graph: fx.Graph, opaque: Callable[[fx.Node], bool]) -> Iterator[Untra
         if node.target in RECURRENT and not opaque(node):
             yield Untraceable(node, "a fused recurrent layer is one cuDNN kernel on CUDA and a loop on CPU", recurrent=True)
         elif isinstance(node.target, _torch.HigherOrderOperator) and node.target.name() in OF_FUNCTIONS:
-            yield Untraceable(node, f"{node.target.name()} takes functions, which are traced by themselves")
+            text = f"{node.target.name()} takes functions, which are traced by themselves"
+            found = Untraceable(node, text, takes_functions=True)
+            if node.target.name() in COMPILED_ONLY:
+                raise found.refusal(AS_PYTHON)
+            yield found
         elif _torch.is_transform(node.target):
             yield Untraceable(node, "a transform of torch.func, such as vmap, has operations of its own")
         elif any(map(_torch.data_dependent, tensors_of(node))):

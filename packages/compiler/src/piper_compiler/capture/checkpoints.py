@@ -7,11 +7,12 @@ model asked for (`piper_compiler.directives.recompute`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.tags import PREFIX
@@ -20,6 +21,26 @@ from piper_ir.ops import CHECKPOINT
 from piper_ops import user_line
 
 CALLS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint)
+
+
+@torch.compiler.substitute_in_graph(checkpoint_sequential, skip_signature_check=True)
+def _sequential(functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Do what `checkpoint_sequential` does, into which Dynamo does not look; by default it is reentrant."""
+    functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    reentrant, size = use_reentrant is None or use_reentrant, len(functions) // segments
+    for k in range(segments - 1):
+        part = _in_a_row(functions[k * size : (k + 1) * size])
+        input = checkpoint(part, input, use_reentrant=reentrant, **kwargs)
+    return _in_a_row(functions[(segments - 1) * size :])(input)
+
+
+def _in_a_row(functions: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def run(value: Any) -> Any:
+        for function in functions:
+            value = function(value)
+        return value
+
+    return run
 
 
 def open_checkpoints(module: fx.GraphModule) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,13 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             seen.add(node)
             todo += node.all_input_nodes
     return seen
+
+
+def drawn_before(last: Collection[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the random ops up to the last one in `last`: numbers that nobody reads move those that are drawn after."""
+    random = [n for n in nodes if is_random(n)]
+    end = max((i for i, n in enumerate(random, 1) if n in last), default=0)
+    return random[:end]
 
 
 def is_random(node: fx.Node) -> bool:

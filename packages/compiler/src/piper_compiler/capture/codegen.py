@@ -12,9 +12,9 @@ use:
 
 The text depends on the graph alone. Behind each op stands the user's line that made it, for messages. Ops are bound
 once as globals, and the device of factory ops is the global DEVICE.
-A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, and a device's place along an
-axis is PLACE[axis]; all come from the engine that runs the step. Views are printed as reshape, because strides on the
-running device may differ from those seen at capture.
+A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, one between two passes over
+rows of experts one of TRADES, and a device's place along an axis is PLACE[axis]; all come from the engine that runs the
+step. Views are printed as reshape, because strides on the running device may differ from those seen at capture.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,16 @@ from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.errors import CaptureError
 from piper_ir.program import Step
-from piper_ops import ROUNDS, is_model_code
+from piper_ops import (
+    ROUNDS,
+    all_to_all,
+    experts_give,
+    experts_home,
+    experts_return,
+    experts_send,
+    experts_take,
+    is_model_code,
+)
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -66,6 +75,12 @@ FUNCTIONS: Mapping[OpOverload, str] = {
     aten.stack.default: "torch.stack",
 }
 """The ops that are no methods and are printed as functions, for the same reason."""
+TRADED: Mapping[tuple[Any, Any], str] = {
+    (experts_send, experts_take): "there",
+    (experts_give, experts_home): "back",
+    (experts_give, experts_return): "return",
+}
+"""The ends of trades of rows, with an all-to-all between them, and what does all of it (`piper_ops.packed`)."""
 SPREAD = frozenset({"reshape", "permute", "expand"})
 """The methods whose list of sizes or dimensions is printed as separate arguments, which saves half a microsecond."""
 
@@ -84,7 +99,8 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
     Its arguments are the step's reads in order, then one accumulator per accumulated parameter.
     """
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
-    ops = dict.fromkeys(op for line in lines if not _bound(op := _op(line)))
+    found = list(_statements(lines))
+    ops = dict.fromkeys(op for line, _ in found if line is not None and not _bound(op := _op(line)))
     used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
     results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
     source = [
@@ -95,7 +111,7 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
         "def step(args):",
         *([f"    {', '.join(names)}, = args"] if names else []),
         "    args.clear()",
-        *(f"    {_line(line)}{_place(line.node)}" for line in lines),
+        *(text for _, text in found),
         f"    return ({results.rstrip()})",
         "",
     ]
@@ -132,6 +148,43 @@ def _place(node: fx.Node) -> str:
     return f"  # {frame[0]}:{frame[1]}" if frame and is_model_code(frame[0]) else ""
 
 
+def _statements(lines: Sequence[Line]) -> Iterator[tuple[Line | None, str]]:
+    """Yield the text of each line, with the line; one text without for the lines of a trade."""
+    number = 0
+    while number < len(lines):
+        if text := _trade(lines[number : number + 3]):
+            yield None, f"    {text}{_place(lines[number + 2].node)}"
+            number += 3
+            continue
+        yield lines[number], f"    {_line(lines[number])}{_place(lines[number].node)}"
+        number += 1
+
+
+def _trade(lines: Sequence[Line]) -> str:
+    """Return the text of two passes over rows with an all-to-all between them, as one call; "" for other lines.
+
+    What stands between them must die there. What `experts_give` reads is put into a box, so that it dies as in the op.
+    """
+    if len(lines) < 3:
+        return ""
+    first, exchange, last = lines
+    ends = (first.node.target, last.node.target)
+    if exchange.node.target is not all_to_all or ends not in TRADED:
+        return ""
+    chained = exchange.node.args[0] is first.node and last.node.args[0] is exchange.node
+    given = first.node.args[0]
+    if not chained or exchange.drops != (first.node,) or exchange.node not in last.drops:
+        return ""
+    kind, drops = TRADED[ends], [n for n in last.drops if n is not exchange.node]
+    if first.drops and (kind == "there" or first.drops != (given,)):
+        return ""
+    rest = first.node.args[1:] if kind == "there" else last.node.args[1:]
+    box = "" if kind == "there" else f"box = [{_literal(given)}]; " + "".join(f"del {n.name}; " for n in first.drops)
+    arguments = ", ".join(map(_literal, (exchange.node.args[1], *([] if box else [given]))))
+    call = f"TRADES[{kind!r}](EXCHANGE, {arguments}{', box' if box else ''}, {', '.join(map(_literal, rest))})"
+    return box + _assigned(last, call, drops)
+
+
 def _line(line: Line) -> str:
     node = line.node
     keywords = [f"{name}={_literal(value)}" for name, value in node.kwargs.items()]
@@ -148,11 +201,16 @@ def _line(line: Line) -> str:
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     else:
         call = f"{FUNCTIONS.get(op) or _global(op)}({', '.join([first, *rest])})"
-    drops = f"; del {', '.join(n.name for n in line.drops)}" if line.drops else ""
+    return _assigned(line, call, line.drops)
+
+
+def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
+    """Return the text that gives names to the results of a call, and takes away those of what dies there."""
+    node = line.node
     if line.makes == (node,):
-        return f"{node.name} = {call}{drops}"
+        return f"{node.name} = {call}" + (f"; del {', '.join(n.name for n in drops)}" if drops else "")
     items = "; ".join(f"{item.name} = {node.name}[{item.args[1]}]" for item in line.makes)
-    return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *line.drops))}"
+    return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *drops))}"
 
 
 def _bound(op: OpOverload) -> bool:

@@ -283,6 +283,16 @@ class Captured:
     layered: dict[tuple[str, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
     reduce: torch.dtype | None = None
 
+    @property
+    def assembled(self) -> Captured:
+        """Return itself, as a traced model returns its capture with the usual layers."""
+        return self
+
+    @property
+    def outline(self) -> Program:
+        """Return the program, of which a traced model has the outline."""
+        return self.program
+
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.
 

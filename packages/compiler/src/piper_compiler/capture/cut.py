@@ -62,13 +62,13 @@ class Result:
 
     Attributes:
         node: its tensor in the captured graph.
-        name: the buffer's name, for kind "buffer".
+        name: the name of the buffer or of the metric.
         varies: whether it depends on the batch or on random numbers.
         changed: whether it is the new content of an input, which the piece changes in place; such an output is not
             among the function's own results.
     """
 
-    kind: Literal["value", "buffer", "loss", "weight"]
+    kind: Literal["value", "buffer", "loss", "weight", "metric", "metric_weight"]
     node: fx.Node
     name: str = ""
     varies: bool = True
@@ -205,7 +205,7 @@ def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False,
     free = free_nodes(live, forward, facts)
     bound = [n for n in live if n not in free]
     layers = chosen_layers(forward, bound, asked)
-    regions = assign(bound, own_coords(forward, bound, layers, experts=experts, shared=shared), facts)
+    regions = assign(bound, own_coords(forward, bound, layers, facts.random, experts=experts, shared=shared), facts)
     if not regions:
         raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
     repeated = free | spread_nodes(bound, facts) if experts else free
@@ -219,7 +219,7 @@ class _Wiring:
         self._forward, self._facts, self._free, self._regions = forward, facts, free, regions
         self._home = {n: r for r in regions for n in r.nodes}
         self._position = {n: i for i, n in enumerate(forward.graph.nodes)}
-        self._last = max(self._home[n].number for n in (forward.loss, forward.weight) if n in self._home)
+        self._last = max(self._home[n].number for n in forward.results if n in self._home)
         self._reads = {r.number: list(self._external(r)) for r in regions}
         self._writes = {r.number: frozenset().union(*(facts.writes[n] for n in r.nodes)) for r in regions}
         written = frozenset().union(*self._writes.values())
@@ -256,7 +256,7 @@ class _Wiring:
     def _external(self, region: Region) -> Iterator[fx.Node]:
         """Yield the tensors that the region reads from other regions and from the user, in order of first use."""
         inside, seen = set(region.nodes), set()
-        extra = [n for n in (self._forward.loss, self._forward.weight) if n is not None] if region.number == self._last else []
+        extra = self._forward.results if region.number == self._last else ()
         todo = [*extra[::-1], *(i for n in reversed(region.nodes) for i in reversed(n.all_input_nodes))]
         while todo:
             node = todo.pop()
@@ -313,6 +313,7 @@ class _Wiring:
             if number == self._last:
                 piece.results.append(Result("loss", forward.loss))
                 piece.results += [Result("weight", forward.weight)] if forward.weight is not None else []
+                piece.results += [Result(m.kind, m.node, m.name) for m in forward.metrics]
             for node in changed:
                 name = forward.origins[node].name
                 final = buffers.get(name) == (number, node)

@@ -20,6 +20,8 @@ from piper_compiler.capture.automatic import AutomaticRegions
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.kept import KeptState
+from piper_compiler.capture.losses import cast_loss, take_constant
+from piper_compiler.capture.measured import MetricNode, OutputMetrics, metric_nodes
 from piper_compiler.capture.model import (
     ASKED_ROWS,
     OWN_LOSS,
@@ -32,7 +34,7 @@ from piper_compiler.capture.model import (
 )
 from piper_compiler.capture.statistics import check_batch_norms
 from piper_compiler.capture.tags import is_opaque
-from piper_compiler.capture.tracing import EXAMPLE_ROWS, Recorder, followed, step
+from piper_compiler.capture.tracing import EXAMPLE_ROWS, NONE, Recorder, followed, step
 from piper_ir.errors import CaptureError
 from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
@@ -69,6 +71,7 @@ class Forward:
         origins: placeholder -> meaning.
         loss: node with the scalar.
         weight: node with the loss's weight, if the user's loss gives one.
+        metrics: nodes with the job's metrics of outputs.
         rewrites: buffer -> node with the value assigned to it in forward.
         batch: tensors of the batch by name.
         fixed: names of those without rows.
@@ -102,6 +105,12 @@ class Forward:
     constants: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
+    metrics: tuple[MetricNode, ...] = ()
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """Return the nodes of the scalars that a step hands out: the loss, its weight, metrics."""
+        return (self.loss, *([] if self.weight is None else [self.weight]), *[m.node for m in self.metrics])
 
 
 @dataclass(frozen=True)
@@ -126,19 +135,24 @@ def capture_forward(
     shared: tuple[str, ...] = (),
     *,
     statistics: bool = False,
+    metrics: OutputMetrics = NONE,
+    evaluating: bool = False,
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
 
-    With `statistics` batch norms take those of each microbatch.
+    With `statistics` batch norms take those of each microbatch; `evaluating` puts the model into eval mode.
     """
     casts = casts or Casts()
     with _torch.CAPTURING:
         module = fake_model(model, _torch.fake_cpu(), casts)
+        if evaluating:
+            module.eval()
         check_batch_norms(module, statistics=statistics)
         example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
-        state = KeptState({"model": module, "loss": loss}, step.__globals__)
+        loss = cast_loss(loss, casts)
+        state = KeptState({"model": module, "loss": loss, "metrics": metrics}, step.__globals__)
         regions = AutomaticRegions(module)
-        calls = _Calls(module, loss, example, state, regions, statistics=statistics)
+        calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics)
         first = calls.trace()
         regions.said()
         return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
@@ -157,6 +171,7 @@ class _Calls:
     statistics: bool = False
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
+    metrics: OutputMetrics = field(default_factory=dict)
 
     def trace(self) -> Forward:
         batch, rows = self.example.tensors, self.example.rows
@@ -168,21 +183,21 @@ class _Calls:
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         with self.state.call():
-            recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules)
+            recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics)
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
             norms = replace_portable(gm, lambda node: is_opaque(node, modules), statistics=self.statistics)
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
+        result, found = (result[:-1], result[-1]) if self.metrics else (result, {})
         nodes = [recorder.node_of(value) for value in result]
         _check_loss(result, nodes, own=self.loss is None)
-        placeholders = gm.graph.find_nodes(op="placeholder")
         assert nodes[0] is not None
         return Forward(
             graph=gm.graph,
             owner=gm,
-            origins=_placeholders(placeholders, recorder.inputs, origins),
+            origins=_placeholders(gm.graph, recorder.inputs, origins),
             loss=nodes[0],
             weight=nodes[1] if len(nodes) == 2 else None,
             rewrites=_rewrites(self.model, {n: t for n, t in before.items() if n in self.known}, recorder),
@@ -198,6 +213,7 @@ class _Calls:
             constants=self.example.constants,
             notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
             norms=norms,
+            metrics=metric_nodes(found, recorder.node_of),
         )
 
     def trace_again(self) -> Forward:
@@ -278,16 +294,16 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder
     return found
 
 
-def _placeholders(
-    nodes: Sequence[fx.Node], inputs: Sequence[Any], origins: Mapping[int, InputOrigin]
-) -> dict[fx.Node, InputOrigin]:
+def _placeholders(graph: fx.Graph, inputs: Sequence[Any], origins: Mapping[int, InputOrigin]) -> dict[fx.Node, InputOrigin]:
     found: dict[fx.Node, InputOrigin] = {}
-    for node, value in zip(nodes, inputs, strict=True):
+    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         if not isinstance(value, Tensor):
             continue
         origin = origins.get(id(value))
         if origin is None and not node.users:  # the blocks of a block mask
             node.graph.erase_node(node)
+            continue
+        if origin is None and take_constant(graph, node, value):
             continue
         if origin is None:
             raise CaptureError(

@@ -34,6 +34,12 @@ LOSS = (
     "A loss is called as loss(output, targets); for a model that computes its loss itself, take it from the output: "
     "`lambda out, _: out.loss`."
 )
+PYTHON_RANDOM = re.compile(r"\bRandom\.\w+|Dynamo does not know how to trace .*\brandom\b|torch\._numpy\.random")
+"""A pattern for Dynamo's text of a call of Python's module `random`, or of numpy's."""
+RANDOM = (
+    "Draw it with torch (torch.rand(())), and choose by torch.where; or branch on it in a small nn.Module of its own, which then "
+    "runs by autograd as it is."
+)
 NESTED_BATCHES = (
     "nn.TransformerEncoder in eval mode without gradients gives 0 at padding if src_key_padding_mask leaves out the end of each "
     "row, and else what its layers compute there, so that the result depends on values of the mask",
@@ -46,13 +52,31 @@ BLOCK_MASK = (
 )
 
 
-FOLLOWS_VALUES = re.compile(r"[Dd]ata[- ]dependent|unbacked symint|[Cc]ould not (guard|extract)")
-"""A pattern for Dynamo's text of code that it cannot trace since it depends on values of tensors."""
+FOLLOWS_VALUES = re.compile(
+    r"[Dd]ata[- ]dependent|unbacked symint|[Cc]ould not (guard|extract)|Dynamic shape operator|`torch\.autograd\.grad`"
+)
+"""A pattern for Dynamo's text of code that depends on values of tensors, or asks for gradients: it traces neither."""
+
+
+CAUSES = {
+    "branching": "a branch depends on values of tensors",
+    "Dynamic shape operator": "what an operator makes inside depends on values of tensors",
+    "torch.autograd.grad": "it asks for gradients in forward",
+}
+"""The causes for which a module runs as it is written, by what Dynamo says of them."""
 
 
 def follows_values(error: BaseException) -> bool:
     """Return whether the code that Dynamo could not trace depends on values of tensors."""
     return FOLLOWS_VALUES.search(str(error)) is not None and "fake impl" not in str(error)
+
+
+def cause_of(reason: str) -> str:
+    """Return why a module must run as it is written, from the reason of a refusal."""
+    for sign, cause in CAUSES.items():
+        if sign in reason:
+            return cause
+    return reason.partition("\n")[0]
 
 
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
@@ -82,7 +106,10 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
     elif any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames):
         reason, advice = "a block mask is made in forward", BLOCK_MASK
     elif "data-dependent" in text and "branching" not in reason:
-        reason, advice = "how often it runs, or a size, depends on values of tensors", WAY_OUT
+        reason = "how often it runs, or a size, depends on values of tensors"
+        advice = "Values are there in a run alone." if part == "loss" else WAY_OUT
+    elif PYTHON_RANDOM.search(text):
+        reason, advice = "Python or numpy draws a random number, for which a graph has no place", RANDOM
     elif names_device(text):
         advice = f"{DEVICES}."
     elif DTYPES_DIFFER.search(reason):
@@ -97,9 +124,11 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
 
 
 def _part(frames: Sequence[FrameSummary], step_file: str) -> str:
-    """Return what was traced, "model" or "loss"; "" where that is not known."""
+    """Return what was traced, "model", "loss" or "metric"; "" where that is not known."""
     ours = [f.line or "" for f in frames if f.filename == step_file]
-    return "" if not ours else "loss" if "loss(" in ours[-1] else "model"
+    if not ours:
+        return ""
+    return "metric" if "measured(" in ours[-1] else "loss" if "loss(" in ours[-1] else "model"
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:

@@ -160,6 +160,7 @@ def _joint(
     simplify(graph, buffers)
     if fold_sums(graph):
         simplify(graph, buffers)
+    aliasing.show_whole_storages(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
     names = {raw.primals[len(inputs) + i]: f"constant{i}" for i in range(len(constants))}
     values = {f"constant{i}": value for i, value in enumerate(constants.values())}

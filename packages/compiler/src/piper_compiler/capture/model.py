@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from piper_compiler.capture import _torch, shared
 from piper_compiler.capture.casts import Casts
+from piper_compiler.capture.rebound import rebind_functions
 from piper_compiler.capture.replacements import replace_tagged
 from piper_ir.errors import CaptureError
 from piper_ir.tools import user_code
@@ -105,6 +106,12 @@ def _check(model: nn.Module) -> None:
                 "accumulated gradients in the optimizer, Job(optimizer=...), and clip them with Job(clip_norm=...)"
             )
     for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"module {name!r} has a hook on its backward, which a plan would not run. To change a gradient, write "
+                "a torch.autograd.Function whose forward returns its input and whose backward is the hook, and call its apply "
+                "on the module's input or output in forward; what only looks at gradients is left out"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(f"{name!r} is an embedding with sparse gradients; build it with sparse=False")
 
@@ -122,6 +129,7 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Mo
         fake = _torch.fake_tensor(mode, tensor.shape, target)
         memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
     fake_copy = copy.deepcopy(model, memo)
+    rebind_functions(fake_copy, memo)
     replace_tagged(fake_copy)
     fake_copy.__dict__[shared.ATTRIBUTE] = shared.shared_tensors(named)
     return fake_copy

@@ -324,6 +324,12 @@ class _Trial:
             backward_step(len(tangents), used, self.params, zeros=self.real)(args)
 
 
+GRADIENTS = (
+    "Ask for them by torch.autograd.grad(y.sum(), x, create_graph=True) of an x that requires gradients (x.requires_grad_() of a "
+    "copy), which runs as it is in a module of its own"
+)
+
+
 def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Return the module as a function of its inputs, whose errors name the user's line."""
 
@@ -334,6 +340,8 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
         except _torch.RUN_ERRORS as error:
             where = line_of(interpreter.node) if interpreter.node is not None else "an opaque region"
             reason = str(error).strip().partition("\n")[0]
+            if "saved tensor hooks" in reason:
+                reason = f"gradients by torch.func (grad, vjp, jacrev, hessian). {GRADIENTS}"
             raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
 
     return body

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture import _torch_joint, aliasing
-from piper_compiler.capture.closures import ancestors, close, is_random
+from piper_compiler.capture.closures import ancestors, close, drawn_before, is_random
 from piper_compiler.capture.recompute import keeps, made_again
 from piper_compiler.capture.stepgraph import Joint, StepBuilder, StepGraph, Storage, spec_of, whole
 from piper_ir.errors import CaptureError
@@ -67,7 +67,8 @@ def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
         (n for n in step_i.needs | step_w.needs if n.op == "call_function" and n not in handed and n not in backward),
         key=rank.__getitem__,
     )
-    body_f = {n for n in ancestors([*joint.outputs, *saved]) if n.op == "call_function"}
+    needed = ancestors([*joint.outputs, *saved])
+    body_f = {n for n in ancestors([*needed, *drawn_before(needed, joint.graph.nodes)]) if n.op == "call_function"}
     _refuse_late_randomness(body_f, step_i.body | step_w.body)
     _refuse_changed_buffers(joint, step_i.needs | step_w.needs)
 

@@ -11,7 +11,8 @@ the operations in program order:
    none.
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
-   changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
+   changes a tensor in place never joins a region that is not the latest, nor does one without coordinates of its own
+   that draws random numbers: a head draws after the layers. An operation without coordinates of its own,
    between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
    unless that is opaque, checkpointed, or one of experts or of shared operations.
 4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
@@ -24,7 +25,7 @@ region that uses one repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,8 +95,8 @@ def operations(graph: fx.Graph) -> Operations:
         if _torch.is_transform(node.target):
             raise CaptureError(
                 f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be cut into chunks; "
-                "put it into a small nn.Module, which then runs by autograd as it is, write it with batched operations, or wrap "
-                "it as an operator of its own (torch.library.custom_op)"
+                "put it into a small nn.Module, which then runs by autograd as it is (with torch.autograd.grad in the place of "
+                "torch.func.grad), write it with batched operations, or wrap it as an operator (torch.library.custom_op)"
             )
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])
@@ -125,13 +126,20 @@ def _writes_silently(node: fx.Node) -> bool:
 
 
 def own_coords(
-    forward: Forward, nodes: Iterable[fx.Node], layers: Layers, *, experts: bool, shared: frozenset[fx.Node]
+    forward: Forward,
+    nodes: Sequence[fx.Node],
+    layers: Layers,
+    random: Collection[fx.Node],
+    *,
+    experts: bool,
+    shared: frozenset[fx.Node],
 ) -> dict[fx.Node, Coords]:
     """Return each operation's coordinates from regions, tagged modules and layers; inner ones come first.
 
-    Without `experts` they lack that coordinate, as if nobody had given it. Those in `shared` have that coordinate.
+    Without `experts` they lack that coordinate, as if nobody had given it. Those in `shared` have that coordinate, and
+    those in `random` draw random numbers.
     """
-    found: dict[fx.Node, Coords] = {}
+    found, elsewhere = dict[fx.Node, Coords](), _drawn_elsewhere(forward, nodes, layers, random)
     for node in nodes:
         stack = [forward.modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {}]
         tagged: Coords = {}
@@ -149,7 +157,7 @@ def own_coords(
                     f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; give the coordinate once"
                 )
         coords = rest | tagged | written
-        layer = layers.of(node, stack)
+        layer = None if node in elsewhere else layers.of(node, stack)
         if layer is not None:
             coords.setdefault(LAYER, layer)
         if not experts:
@@ -158,6 +166,26 @@ def own_coords(
             coords[SHARED] = 0
         found[node] = coords
     return found
+
+
+def _drawn_elsewhere(forward: Forward, nodes: Sequence[fx.Node], layers: Layers, random: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the operations of modules of a layer that run outside of it, where they draw random numbers.
+
+    A head that embeds by a module of the first layer draws in the state of the head, not again in that of the layer.
+    """
+    entries = [forward.model.get_submodule(name) for name in layers.names] if random else []
+    whose = {id(inner): id(entry) for entry in entries for inner in entry.modules()}
+    runs: dict[str, tuple[int, list[fx.Node]]] = {}
+    called: set[int] = set()
+    for node in nodes:
+        stack = [(key, int(key.split("@")[0])) for key in node.meta.get("nn_module_stack") or {}]
+        key, outermost = next(((key, module) for key, module in stack if module in whose), ("", 0))
+        if outermost in whose.values():
+            called.add(outermost)
+        elif key:
+            runs.setdefault(key, (whose[outermost], []))[1].append(node)
+    drawing = (run for entry, run in runs.values() if entry in called and not set(random).isdisjoint(run))
+    return {node for run in drawing for node in run}
 
 
 def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> set[fx.Node]:
@@ -200,14 +228,20 @@ def _repeats(tensor: torch.Tensor) -> bool:
 
 
 def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> list[fx.Node]:
-    """Return the operations on which the loss, its weight or the new content of a buffer depends."""
-    roots = [n for n in (forward.loss, forward.weight, *forward.rewrites.values()) if n is not None]
+    """Return the operations on which the loss, its weight, a metric or the new content of a buffer depends.
+
+    A draw of random numbers stays where others follow it: these would be other numbers without it.
+    """
+    roots = [*forward.results, *forward.rewrites.values()]
     needed = set(roots)
     storages = set().union(*(facts.storages[n] for n in roots if n in facts.storages))
     storages.update(*(facts.storages[n] for n, o in forward.origins.items() if o.kind != "batch"))
     kept: list[fx.Node] = []
+    drawn = False
     for node in reversed(nodes):
-        if node in needed or not storages.isdisjoint(facts.writes[node]):
+        random = node in facts.random
+        if node in needed or not storages.isdisjoint(facts.writes[node]) or (random and drawn):
+            drawn |= random
             kept.append(node)
             needed.update(node.all_input_nodes)
             storages.update(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
@@ -301,7 +335,8 @@ class _Assigner:
         storages = frozenset().union(*(self._facts.storages[n] for n in read))
         written_later = any(s in self._written and self._written[s][1].number > region.number for s in storages)
         made_later = any(n in self.home and self.home[n].number > region.number for n in read)
-        return not (self._facts.writes[node] or written_later or made_later)
+        draws = node in self._facts.random and not self._own[node]
+        return not (self._facts.writes[node] or draws or written_later or made_later)
 
 
 def _alone(coords: Mapping[str, int]) -> bool:

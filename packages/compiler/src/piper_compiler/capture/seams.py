@@ -103,5 +103,6 @@ def _without_biases(forward: Forward, nodes: Collection[fx.Node]) -> tuple[Forwa
         loss=read[forward.loss],
         weight=None if forward.weight is None else read[forward.weight],
         rewrites={name: read[n] for name, n in forward.rewrites.items()},
+        metrics=tuple(replace(m, node=read[m.node]) for m in forward.metrics),
     )
     return made, copies

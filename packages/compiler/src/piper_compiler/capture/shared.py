@@ -87,5 +87,6 @@ def check_shared(model: nn.Module, trainable: Collection[str], changed: Collecti
         raise CaptureError(
             f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and {writer!r} {how}: on one device "
             f"{other!r} changes, too, but a plan keeps the two apart. Give both names the same object (`b.weight = a.weight` "
-            "ties parameters), make the view in forward, or copy it in the constructor: .clone()"
+            "ties parameters), make the view in forward, or copy it in the constructor: .clone(). Of the two spectral_norm of "
+            "torch take that of torch.nn.utils.parametrizations"
         )

@@ -27,6 +27,7 @@ from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.closures import ancestors, drawn_before
 
 aten = torch.ops.aten
 IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
@@ -69,7 +70,8 @@ def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
         if simpler.op == "call_function" and aliasing.is_view(simpler):
             key = (simpler.target, _freeze(simpler.args), _freeze(simpler.kwargs), simpler.meta.get("partitioner_tag"))
             simpler = _replace(graph, simpler, views.setdefault(key, simpler))
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    drawn = set(drawn_before(ancestors([graph.output_node()]), graph.nodes))
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n in drawn)
 
 
 def _apply(graph: fx.Graph, node: fx.Node) -> fx.Node:

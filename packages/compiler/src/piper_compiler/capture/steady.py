@@ -152,8 +152,8 @@ def _transcript(forward: Forward, kept: Mapping[str, str]) -> _Transcript:
         for other in out.constants:
             if other is not node and other in out.texts and facts.storages[other] & facts.writes[node]:
                 out.texts[other] = _digest(out.texts[other] + line)
-    results = [forward.loss, forward.weight, *(node for _, node in sorted(forward.rewrites.items()))]
-    out.lines += [out.texts[n] for n in results if n is not None]
+    results = [*forward.results, *(node for _, node in sorted(forward.rewrites.items()))]
+    out.lines += [out.texts[n] for n in results]
     return out
 
 

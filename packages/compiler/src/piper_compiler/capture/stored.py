@@ -26,6 +26,7 @@ from piper_compiler.capture.layouts import Agreed, Sharded
 from piper_compiler.capture.routed import Routed, RoutedLayouts
 from piper_compiler.capture.sharding import with_shardings
 from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.traced import Traced
 from piper_compiler.capture.variants import with_policies
 from piper_ir.errors import CaptureError
 from piper_ir.layout import Sharding
@@ -37,23 +38,32 @@ Again = Callable[[], Captured]
 
 
 @dataclass(frozen=True)
+class StoredFacts:
+    """Hold what is known of a captured graph without it.
+
+    Attributes:
+        guards: the facts about rows that its path depends on.
+        notes: what is said of it; `norms` likewise.
+    """
+
+    params: tuple[TensorInfo, ...]
+    guards: tuple[RowGuard, ...]
+    notes: tuple[str, ...]
+    norms: tuple[BatchNorm, ...]
+
+
+@dataclass(frozen=True)
 class StoredCapture:
     """Hold what is left of a capture without its graphs.
 
     Attributes:
-        params: parameters of the captured graph; `guards` are the facts about rows that its path depends on, and
-            `notes` and `norms` what is said of it.
         under: as in `Captured`, like what follows.
-        layered: None stands for the capture itself.
         traced: code and rows -> steps; empty where the code is that of the capture above.
         expected: code -> the chunk of the program.
     """
 
     program: Program
-    params: tuple[TensorInfo, ...]
-    guards: tuple[RowGuard, ...]
-    notes: tuple[str, ...]
-    norms: tuple[BatchNorm, ...]
+    facts: StoredFacts
     advancing: tuple[Advancing, ...]
     remarks: Mapping[str, str]
     layers: Layers
@@ -61,60 +71,98 @@ class StoredCapture:
     unshared: Mapping[str, str]
     under: Mapping[tuple[str, ...], Program] = field(default_factory=dict)
     shared: Mapping[tuple[Sharding, ...], StoredCapture] = field(default_factory=dict)
-    layered: Mapping[tuple[str, ...], StoredCapture | None] = field(default_factory=dict)
     traced: Mapping[tuple[str, int], TracedChunk] = field(default_factory=dict)
     expected: Mapping[str, Chunk] = field(default_factory=dict)
 
 
-def stored(captured: Captured, own_code: bool = True) -> StoredCapture:
-    """Return what can be kept of a capture; with `own_code`, its code and its forms with other layers as well."""
-    layered = captured.layered if own_code else {}
+@dataclass(frozen=True)
+class StoredTrace:
+    """Hold what is left of a traced model without its graph.
+
+    Attributes:
+        usual: the capture with the usual layers, if it was made.
+        layered: the captures with other layers; None stands for the one with the usual layers.
+    """
+
+    layers: Layers
+    outline: Program
+    reduce: torch.dtype | None
+    facts: StoredFacts
+    usual: StoredCapture | None
+    layered: Mapping[tuple[str, ...], StoredCapture | None]
+
+
+def stored(traced: Traced) -> StoredTrace:
+    """Return what can be kept of a traced model."""
+    usual = traced.found
+    return StoredTrace(
+        traced.layers.without_graph(),
+        traced.outline,
+        traced.reduce,
+        _facts(traced.forward),
+        None if usual is None else _stored(usual),
+        {asked: None if one is usual else _stored(one) for asked, one in traced.layered.items()},
+    )
+
+
+def _facts(forward: Forward) -> StoredFacts:
+    return StoredFacts(forward.params, forward.guards, forward.notes, forward.norms)
+
+
+def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
+    """Return what can be kept of a capture; with `own_code`, its code as well."""
     traced, expected = captured.code.made if own_code else ({}, {})
     return StoredCapture(
         captured.program,
-        captured.forward.params,
-        captured.forward.guards,
-        captured.forward.notes,
-        captured.forward.norms,
+        _facts(captured.forward),
         captured.advancing,
         dict(captured.remarks),
         captured.layers.without_graph(),
         captured.reduce,
         dict(captured.unshared),
         dict(captured.under),
-        {asked: stored(one, own_code=False) for asked, one in captured.shared.items()},
-        {asked: None if one is captured else stored(one) for asked, one in layered.items()},
+        {asked: _stored(one, own_code=False) for asked, one in captured.shared.items()},
         traced,
         expected,
     )
 
 
-def extent(captured: Captured) -> int:
-    """Return a number that grows whenever a capture comes to hold more."""
-    layered = sum(extent(one) for one in captured.layered.values() if one is not captured)
+def extent(traced: Traced) -> int:
+    """Return a number that grows whenever a traced model comes to hold more; 0 where it holds no capture."""
+    made = [traced.found, *(one for one in traced.layered.values() if one is not traced.found)]
+    return len(traced.layered) + sum(_extent(one) for one in made if one is not None)
+
+
+def _extent(captured: Captured) -> int:
     shared = sum(len(one.under) for one in captured.shared.values())
-    return len(captured.code.made[0]) + len(captured.under) + len(captured.shared) + shared + len(captured.layered) + layered
+    return len(captured.code.made[0]) + len(captured.under) + len(captured.shared) + shared
 
 
-def restored(kept: StoredCapture, again: Again) -> Captured:
-    """Return a capture that holds what was kept, and calls `again` for what it does not hold."""
+def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
+    """Return a traced model that holds what was kept, and calls `again` for what it does not hold."""
     again = functools.cache(again)
+
+    def form(asked: tuple[str, ...]) -> Captured:
+        return with_layers(again(), asked)
+
+    forward = cast(Forward, _ForwardAgain(kept.facts, again))
+    traced = Traced(forward, kept.layers, kept.outline, kept.reduce, functools.partial(form, ()))
+    if kept.usual is not None:
+        vars(traced)["assembled"] = _restored(kept.usual, functools.partial(form, ()), forward)
+    for asked, one in kept.layered.items():
+        traced.layered[asked] = traced.assembled if one is None else _restored(one, functools.partial(form, asked), forward)
+    return traced
+
+
+def _restored(kept: StoredCapture, again: Again, forward: Forward) -> Captured:
     found: list[Captured] = []
     code = StoredCode(kept.traced, kept.expected, again, lambda name: _derive(again(), found[0], name))
-    found.append(_captured(kept, code, again))
-    for asked, one in kept.layered.items():
-        form = functools.partial(with_layers, asked=asked)
-        found[0].layered[asked] = found[0] if one is None else restored(one, functools.partial(_of, form, again))
+    found.append(_captured(kept, code, forward))
     return found[0]
 
 
-def _of(form: Callable[[Captured], Captured], again: Again) -> Captured:
-    return form(again())
-
-
-def _captured(kept: StoredCapture, code: CodeStore, again: Again) -> Captured:
-    forward = cast(Forward, _ForwardAgain(kept, again))
-    shared = {asked: _captured(one, code, again) for asked, one in kept.shared.items()}
+def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Captured:
+    shared = {asked: _captured(one, code, forward) for asked, one in kept.shared.items()}
     more: dict[str, Any] = {"unshared": kept.unshared, "layers": kept.layers, "reduce": kept.reduce}
     return Captured(kept.program, code, forward, kept.advancing, kept.remarks, dict(kept.under), shared, **more)
 
@@ -138,7 +186,7 @@ def _codes(program: Program) -> set[str]:
 class _ForwardAgain:
     """Stand for a captured graph: what is known of it without it, and all else from a new capture."""
 
-    def __init__(self, kept: StoredCapture, again: Again) -> None:
+    def __init__(self, kept: StoredFacts, again: Callable[[], Traced]) -> None:
         self.params, self.guards, self.notes, self.norms = kept.params, kept.guards, kept.notes, kept.norms
         self._again = again
 

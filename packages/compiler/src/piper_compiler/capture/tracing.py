@@ -19,7 +19,9 @@ from piper_compiler.capture.automatic import AutomaticRegions, Untraceable, caus
 from piper_compiler.capture.checkpoints import checkpoint_note, open_checkpoints
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.contexts import drop_kernel_choices
-from piper_compiler.capture.dynamo_errors import as_capture_error, follows_values
+from piper_compiler.capture.dynamo_errors import as_capture_error, cause_of, follows_values
+from piper_compiler.capture.losses import losses_traced
+from piper_compiler.capture.measured import OutputMetrics, measured
 from piper_compiler.capture.model import Example, Loss, join_rows, own_loss
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
@@ -29,10 +31,17 @@ EXAMPLE_ROWS = 6
 """The number of rows of the symbolic capture. A model that compares its rows with any fixed number is refused."""
 
 
-def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozenset[str] = frozenset()) -> tuple[Tensor, ...]:
+NONE: OutputMetrics = {}
+"""No metrics."""
+
+
+def step(
+    model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozenset[str] = frozenset(), metrics: OutputMetrics = NONE
+) -> tuple[Any, ...]:
     """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
 
-    Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights.
+    Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights. Where there
+    are metrics, a dict of them comes last. They get the targets, or the whole batch where it is a mapping of inputs.
     """
     if joined:
         inputs, targets = join_rows(inputs, "inputs", joined), join_rows(targets, "targets", joined)
@@ -43,6 +52,13 @@ def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozen
     else:
         output = model(inputs)
     result = own_loss(output) if loss is None else loss(output, targets)
+    losses = _losses(result)
+    if not metrics:
+        return losses
+    return *losses, measured(metrics, output, inputs if targets is None else targets, losses[0].dtype)
+
+
+def _losses(result: Any) -> tuple[Tensor, ...]:
     total, *rest = result if isinstance(result, tuple) else (result,)
     if isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16):
         total = total.float()
@@ -110,13 +126,14 @@ def followed(
     regions: AutomaticRegions,
     statements: Statements,
     modules: Mapping[str, nn.Module],
+    metrics: OutputMetrics = NONE,
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
     while True:
         recorder = Recorder({id(t) for t in example.rows.values()})
         try:
             with statements.running():
-                result = _run(recorder, model, loss, example, regions)
+                result = _run(recorder, model, loss, example, regions, metrics)
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
@@ -137,8 +154,12 @@ def _taken(found: Sequence[Untraceable], regions: AutomaticRegions, modules: Map
         module = module_of(cause.node, modules)
         if cause.recurrent and module is not None and module is not regions.model and not is_opaque(cause.node, modules):
             regions.take_opaque(module, line_of(cause.node), cause.text)
-        elif not cause.recurrent and not regions.take_written(module, line_of(cause.node), cause.text):
-            return True
+        elif not cause.recurrent:
+            why = regions.take_written(module, line_of(cause.node), cause.text)
+            if why and cause.takes_functions:
+                raise cause.refusal(why)
+            if not why:
+                return True
     return False
 
 
@@ -155,23 +176,25 @@ class _Unfollowed(Exception):
         self.error, self.module, self.line, self.reason = error, module, line, reason
 
 
-def _run(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, regions: AutomaticRegions) -> tuple[Any, ...]:
-    with _torch.own_settings(), attention_modules_traced(), torch.enable_grad(), regions.planning():
+def _run(
+    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, regions: AutomaticRegions, metrics: OutputMetrics
+) -> tuple[Any, ...]:
+    with _torch.own_settings(), attention_modules_traced(), losses_traced(), torch.enable_grad(), regions.planning():
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, example)
+                    return _traced(recorder, model, loss, example, metrics)
             except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:
-                return _traced(recorder, model, loss, example)
+                return _traced(recorder, model, loss, example, metrics)
         except _torch.CAPTURE_ERRORS as error:
             refusal = regions.problem or recorder.problem or as_capture_error(error, __file__, example.tensors)
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
                 raise refusal from error
             where, _, reason = str(refusal).partition(": cannot be captured: ")
-            reason = "a branch depends on values of tensors" if "branching" in reason else reason.partition("\n")[0]
+            reason = cause_of(reason)
             raise _Unfollowed(refusal, next(iter(failing), None), where, reason) from error
         except NotFlat as error:
             raise CaptureError(
@@ -180,8 +203,8 @@ def _run(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, reg
             ) from error
 
 
-def _traced(recorder: Recorder, model: nn.Module, loss: Loss, example: Example) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined)
+def _traced(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, metrics)
     recorder.clean()
     assert isinstance(result, tuple)
     return result

@@ -196,7 +196,7 @@ class _Trial:
         self, planned: Planned, own: Sequence[Tensor], args: Any, kwargs: Any, rows: int, seed: int, integers: int
     ) -> None:
         self._planned = planned
-        with _torch.real_tensors(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _torch.real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             generator = torch.Generator().manual_seed(seed)
             real = [weights_like(tuple(map(int, t.shape)), t.dtype, generator) for t in own]
             given = _torch.pytree.tree_map(

@@ -6,6 +6,7 @@ They may import `ports`, `durations`, `request`, `directives.split`, piper_ir an
 
 from piper_compiler.passes.assemble import states
 from piper_compiler.passes.complete import EVERYWHERE, with_buckets
+from piper_compiler.passes.forwards import FORGETS
 from piper_compiler.passes.windows import windows
 
-__all__ = ["EVERYWHERE", "states", "windows", "with_buckets"]
+__all__ = ["EVERYWHERE", "FORGETS", "states", "windows", "with_buckets"]

@@ -44,6 +44,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
         shared=tuple(axis for axis, _ in program.axes),
         experts=tuple(axis for axis, _ in program.experts),
         constants=program.constants,
+        evaluates=request.evaluates,
     )
 
 

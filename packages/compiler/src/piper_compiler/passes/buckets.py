@@ -62,7 +62,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
     """
     held = holders(edit, edit.graph.program)
     if training.whole:
-        _check_whole(edit, training.whole)
+        _check_whole(edit, training)
     open_: dict[_Kind, list[Param]] = {}
     filled: dict[_Kind, int] = {}
     made: list[tuple[_Kind, list[Param]]] = []
@@ -88,9 +88,11 @@ def make_buckets(edit: Editor, training: Training) -> None:
         _add(edit, f"bucket{number}", key, members)
 
 
-def _check_whole(edit: Editor, optimizer: str) -> None:
+def _check_whole(edit: Editor, training: Training) -> None:
     """Raise CompileError where ranks share states, or have parts, of parameters that an optimizer needs whole."""
-    if parted := next((p.name for p in edit.graph.program.params if p.layout), None):
+    optimizer, groups = training.whole, training.whole_groups
+    whole = [p for p in edit.graph.program.params if p.trained and training.group_of.get(p.name, 0) in groups]
+    if parted := next((p.name for p in whole if p.layout), None):
         raise CompileError(
             f"each device would have a part of parameter {parted!r} (by shard), and {optimizer} works on whole parameters here; "
             f"use SGD, Adam or AdamW, declare it with piper.elementwise({optimizer}) if it updates each element by itself, or "

@@ -170,6 +170,8 @@ class _Dataflow:
                 origin[part.writes[0]] = ("", f"gradients of {bucket}"), -1
             case Fold():
                 pass  # what is folded is followed by `sharding`
+            case Update() if self._plan.evaluates:
+                pass  # of no buckets (R25)
             case Update():
                 for problem in self._update_problems(op, part):
                     self._findings.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)

@@ -41,7 +41,7 @@ def check_steps(findings: Findings) -> None:
                 findings.add(
                     "R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0]
                 )
-        elif isinstance(part.op, Update) and part.op.weighted != (plan.loss_kind == "sum"):
+        elif isinstance(part.op, Update) and part.op.weighted != (plan.loss_kind == "sum") and not plan.evaluates:
             findings.add("R26-scale", f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}", role, place[0])
     if plan.chunks and plan.microbatches > len(ran):  # said once, since there may be any number of microbatches
         findings.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
@@ -285,6 +285,9 @@ class _BucketOnRole:
     def check(self) -> None:
         """Add the faults of the bucket's reductions, or else of its update."""
         bucket, use = self.bucket, self.use
+        if self.findings.plan.evaluates:
+            self._check_unchanged()
+            return
         added = use.folds if bucket.shard.grads else use.accumulations
         if bucket.shard.optim:
             self._check_gathers(bucket.gather[bucket.roles.index(self.role.role)])
@@ -303,6 +306,14 @@ class _BucketOnRole:
             if complete is None:
                 return
         self._check_update(complete)
+
+    def _check_unchanged(self) -> None:
+        """Check that an evaluation gathers the bucket where it is shared, and does nothing else with it."""
+        use = self.use
+        if self.bucket.shard.optim:
+            self._check_gathers(self.bucket.gather[self.bucket.roles.index(self.role.role)])
+        if found := [*use.accumulations, *use.reductions, *use.scatters, *use.folds, *use.norms, *use.updates]:
+            self.add("R25-update", "is changed here, in the plan of an evaluation", found[0][0])
 
     def _check_gathers(self, channel: str) -> None:
         """Check the gathers of the bucket: in place once before all uses, or into a value each (see `sharding`)."""

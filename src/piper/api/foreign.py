@@ -1,0 +1,64 @@
+"""Find what the user has put into installed packages: functions in registries, in place of others, in closures."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+
+import torch
+
+from piper.api.reads import Unseen, cells, home_of
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
+"""The types whose `repr` is their content."""
+MOST_LOOKED_AT = 100_000
+"""The most values in installed packages that are looked at for what the user has put there."""
+
+
+def of_the_user(value: object, seen: set[int]) -> Iterator[object]:
+    """Yield the functions, classes and objects of the user's that a value of an installed package leads to.
+
+    `seen` are the ids of what was looked at. Raises Unseen where there is too much to look at.
+    """
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if type(value) in PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if len(seen) > MOST_LOOKED_AT:
+            raise Unseen
+        home = _home_of_value(value)
+        if home == "user":
+            yield value
+        elif home == "installed" or isinstance(value, dict | list | tuple | set | frozenset | functools.partial):
+            todo += _parts(value)
+
+
+def _home_of_value(value: object) -> str:
+    if isinstance(value, types.FunctionType):
+        return home_of(value.__globals__.get("__name__"))
+    if isinstance(value, types.ModuleType):
+        return "known"
+    return home_of(value.__module__ if isinstance(value, type) else type(value).__module__)
+
+
+def _parts(value: object) -> Iterator[object]:
+    match value:
+        case types.FunctionType():
+            yield from (*cells(value), *(value.__defaults__ or ()), *vars(value).values())
+        case dict():
+            yield from (part for pair in list(value.items()) for part in pair)
+        case list() | tuple() | set() | frozenset():
+            yield from list(value)
+        case functools.partial():
+            yield from (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, type):
+        yield from list(vars(value).values())
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(value, types.FunctionType):
+        yield from list(attributes.values())
+    if home_of(type(value).__module__) == "installed":
+        yield type(value)

@@ -1,0 +1,145 @@
+"""Random numbers in forward, by any function and anywhere in the model, are those that plain PyTorch draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper.api.verification import VerificationReport, verify_strategy
+from piper_runtime.rank import parts
+
+WIDTH, ROWS = 8, 8
+
+FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda y: y * torch.rand(y.shape[0], 1),
+    "rand of rows": lambda y: torch.where((torch.rand(y.shape[0]) < 0.5)[:, None], y, -y),
+    "rand of no rows": lambda y: y * torch.rand(WIDTH),
+    "randn": lambda y: y * torch.randn(y.shape, dtype=y.dtype),
+    "randint": lambda y: y * torch.randint(1, 9, (y.shape[0], 1)),
+    "randperm": lambda y: y[:, torch.randperm(WIDTH)],
+    "normal": lambda y: y * torch.normal(0.0, 1.0, (y.shape[0], 1)),
+    "normal of means": lambda y: y * torch.normal(torch.zeros(y.shape[0], 1), 1.0),
+    "bernoulli": lambda y: y * torch.bernoulli(torch.full((y.shape[0], WIDTH), 0.5)),
+    "bernoulli_": lambda y: y * y.new_empty((y.shape[0], WIDTH)).bernoulli_(0.5),
+    "uniform_": lambda y: y * torch.empty(y.shape[0], 1).uniform_(),
+    "exponential_": lambda y: y * torch.empty(y.shape[0], 1).exponential_(),
+    "rand_like": lambda y: y * torch.rand_like(y),
+    "randn_like": lambda y: y * torch.randn_like(y),
+    "randint_like": lambda y: y * torch.randint_like(y, 1, 9),
+    "multinomial": lambda y: y * torch.multinomial(torch.ones(y.shape[0], WIDTH), 1),
+    "poisson": lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)),
+}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda y: F.dropout(y, 0.5),
+    "feature dropout": lambda y: F.dropout1d(y[..., None], 0.5)[..., 0],
+    "alpha dropout": lambda y: F.alpha_dropout(y, 0.5, training=True),
+    "rrelu": lambda y: F.rrelu(y, training=True),
+    "gumbel softmax": F.gumbel_softmax,
+    "attention": lambda y: F.scaled_dot_product_attention(*(y.view(-1, 1, 4, 2),) * 3, dropout_p=0.5).reshape(y.shape),
+    "distribution": lambda y: y * torch.distributions.Normal(torch.zeros_like(y), 1.0).rsample(),
+    "two": lambda y: F.dropout(y, 0.5) * torch.rand(y.shape[0], 1),
+    "one that is not read": lambda y: (torch.rand(3), F.dropout(y, 0.5))[1],
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(self.linear(x))
+
+
+class Sum(nn.Module):
+    """What each layer adds depends on its own numbers alone, so its gradients tell them."""
+
+    def __init__(self, draws: dict[str, Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Drawing(draw) for draw in draws.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for layer in self.layers:
+            total = total + layer(x)
+        return total
+
+
+class Labels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(torch.where(torch.rand(x.shape[0]) < 0.5, 0, 1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.labels = nn.Linear(WIDTH, WIDTH), Labels()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) + self.labels(x)
+
+
+class Elsewhere(nn.Module):
+    """Parts of layers run outside of them, and numbers are drawn between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x
+        x = x * torch.rand(x.shape[0], 1) + self.layers[1].labels(x)
+        for layer in self.layers:
+            x = layer(x) * torch.rand(x.shape[0], 1) + self.layers[0].labels(given)
+        return self.head(x * self.layers[0].labels(given)) * torch.rand(x.shape[0], 1)
+
+
+def drawn(model: Callable[[], nn.Module]) -> VerificationReport:
+    def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
+        x = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[:, rows.start : rows.stop]
+        return x[0], x[1]
+
+    job = piper.Job(
+        model,
+        batch,
+        lambda output, targets: (output * targets).mean(),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch=ROWS,
+    )
+    return verify_strategy(job, piper.Strategy(piper.Mesh(pp=2), [*piper.recipes.one_f_one_b(pp=2, microbatches=2)]), steps=1)
+
+
+def different(report: VerificationReport) -> set[str]:
+    return {d.name.removesuffix(".linear.weight") for d in report.differences if d.what == "gradient"}
+
+
+EACH = pytest.mark.parametrize("draws", [FACTORIES, FUNCTIONS], ids=["factories", "functions"])
+
+
+@EACH
+def test_each_function_draws_what_plain_pytorch_draws(draws: dict[str, Callable[[Tensor], Tensor]]) -> None:
+    report = drawn(lambda: Sum(draws))
+    wrong = [name for k, name in enumerate(draws) if f"layers.{k}" in different(report)]
+    assert not wrong and not report.differences
+
+
+@pytest.mark.long
+@EACH
+def test_other_numbers_are_told(draws: dict[str, Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "rng_seed", lambda *_: 1)
+    report = drawn(lambda: Sum(draws))
+    assert [name for k, name in enumerate(draws) if f"layers.{k}" not in different(report)] == []
+
+
+def test_numbers_are_drawn_where_a_module_runs() -> None:
+    assert not drawn(Elsewhere).differences
