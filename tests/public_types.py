@@ -5,11 +5,33 @@ Nothing here is executed.
 
 from __future__ import annotations
 
-from typing import assert_type
+import math
+from collections.abc import Mapping
+from typing import Any, assert_type
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import piper
 from piper_compiler import Directive
 from piper_ir.plan import Plan
+
+
+def evaluated(data: Dataset[Any]) -> piper.Job:
+    def accuracy(output: Tensor, targets: Tensor) -> Tensor:
+        return (output.argmax(-1) == targets).double().mean()
+
+    return piper.Job(
+        lambda: nn.Linear(2, 2),
+        piper.from_dataset(data),
+        nn.functional.cross_entropy,
+        lambda named: torch.optim.SGD([p for _, p in named]),
+        global_batch=8,
+        metrics={"accuracy": accuracy, "perplexity": math.exp},
+        eval_data=data,
+        eval_every=100,
+    )
 
 
 def used(job: piper.Job, costs: piper.Costs) -> None:
@@ -23,5 +45,8 @@ def used(job: piper.Job, costs: piper.Costs) -> None:
     assert_type(piper.execute(compiled, steps=1), piper.Run)
     assert_type(piper.why(compiled.plan, "h100x8"), piper.Why)
     assert_type(piper.__version__, str)
+    assert_type(job.eval_every, int | None)
+    assert_type(compiled.evaluation, piper.Compiled | None)
+    assert_type(piper.execute(compiled, steps=1).evaluations, Mapping[int, Mapping[str, float]])
     misspelt = piper.Jbo  # type: ignore[attr-defined]  # there is no such name, and a type checker is to say so
     assert misspelt

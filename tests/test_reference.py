@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
-from piper.api.reference import differences, reference
+from piper.api.reference import differences, reference, typical_norm
 from piper.api.verification import verify_strategy
 from tests.parity import outcome_of
 
@@ -111,6 +111,20 @@ def test_complex_buffers_stay_complex() -> None:
 def test_a_plan_with_complex_buffers_equals_one_device() -> None:
     report = verify_strategy(job(Rotated), Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)))
     assert report.equal, report.text()
+
+
+def test_gradients_may_be_rounding_alone() -> None:
+    """As where branches begin with weights of zero: only the last parameter here has a gradient, in exact numbers."""
+    assert typical_norm({}) == 0 and typical_norm({"head": 3.0, "a": 0.0, "b": 0.0, "c": 0.0}) == 1.5
+    truth = reference(job(Rotated), steps=1)
+    *others, last = truth.gradients[0]
+
+    def rounded(noise: float) -> dict[str, Tensor]:
+        return {n: torch.full_like(truth.gradients[0][n], noise) for n in others} | {last: truth.gradients[0][last]}
+
+    wanted, found = (replace(truth, gradients=[rounded(noise)]) for noise in (1e-18, -1e-18))
+    assert differences(outcome_of(found), wanted) == []
+    assert differences(outcome_of(replace(truth, gradients=[rounded(1e-9)])), wanted)
 
 
 def test_another_imaginary_part_is_a_difference() -> None:

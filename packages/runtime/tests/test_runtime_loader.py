@@ -24,7 +24,8 @@ from piper_runtime.launch.report import measured_counter
 from piper_runtime.rank import loader_thread
 from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Rank, step_loss
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.scalars import step_loss
 
 NAP_S = 0.003
 LOADER_THREAD = "piper loader"

@@ -20,12 +20,13 @@ from piper_ir.keywords import check_keywords, checked_call
 if TYPE_CHECKING:
     from piper_runtime import Checkpoints, Job, Run
     from piper_runtime.launch import StepRecord
+    from piper_runtime.rank import Evaluation
     from piper_simulator import Cluster
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
     """Raise JobError when a job differs from the compiled one in facts of the plan, which would be ignored silently."""
-    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row", "batch_norm"):
+    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row", "batch_norm", "metrics"):
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
             raise JobError(
@@ -134,6 +135,7 @@ def execute(
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.launch import check_request, is_first
+    from piper_runtime.rank import of_loss
 
     if launcher == "emulated":
         from piper.api.emulation import emulate
@@ -160,6 +162,7 @@ def execute(
     check_same_job(compiled, chosen)
     check_same_program(compiled)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
+    evaluation = evaluation_for(compiled, chosen)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     if not is_first():  # under torchrun one of the ranks writes for all
         folder, out, log = None, None, ()
@@ -169,9 +172,19 @@ def execute(
     options: dict[str, Any] = dict(
         steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory
     )
-    options |= {"trainable": compiled.trainable, "checkpoint": checkpoint, "resume": resume, "restarts": restarts}
+    options |= {
+        "evaluation": evaluation,
+        "trainable": compiled.trainable,
+        "checkpoint": checkpoint,
+        "resume": resume,
+        "restarts": restarts,
+    }
     more["on_restart"] = restart_log(folder, more.get("on_restart"))
-    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step, chosen.metrics) as heard:
+    with (
+        unless_empty(folder),
+        hang_report(folder),
+        recorded(folder, log, compiled.plan, on_step, of_loss(chosen.metrics)) as heard,
+    ):
         result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options, **more)
     if folder is not None:
         try:
@@ -179,6 +192,20 @@ def execute(
         except OutputError as e:  # what was trained is worth more than its report
             warnings.warn(f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2)
     return result
+
+
+def evaluation_for(compiled: Compiled, job: Job) -> Evaluation | None:
+    """Return how a run of a job evaluates its model; None where the job does not ask for it."""
+    from piper_ir.verify import verify
+    from piper_runtime.rank import Evaluation
+
+    if job.eval_data is None:
+        return None
+    beside = (compiled if job is compiled.job else replace(compiled, job=job)).evaluation
+    if beside is None or beside.job is None or job.eval_every is None:
+        raise JobError("execute: nothing says how the job was compiled, so that it cannot be evaluated; compile it with this job")
+    verify(beside.plan)
+    return Evaluation(beside.plan, exported(beside), beside.job.batch, job.eval_every, job.evaluated.eval_batches or 1)
 
 
 _EXECUTE = [name for name in inspect.signature(execute).parameters if name != "more"]

@@ -7,6 +7,7 @@ that fails never ends a training: its losses are reported once, at the end.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import warnings
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from piper_runtime.launch import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
-OPTIONAL = frozenset({"experts", "gradient_norm", "learning_rates", "metrics"})
+OPTIONAL = frozenset({"experts", "gradient_norm", "learning_rates", "metrics", "evaluation", "evaluation_s"})
 """The metrics that a line lacks where a run has none."""
+EVALUATED = "eval_"
+"""The beginning of the names of what an evaluation finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,9 @@ class StepMetrics:
         experts: As in `StepRecord`.
         gradient_norm: As in `StepRecord`.
         learning_rates: As in `StepRecord`.
-        metrics: Values of the functions of the loss in Job.metrics, by name.
+        metrics: Values of the functions in Job.metrics, by name.
+        evaluation: Likewise with the loss, on Job.eval_data after this step; in files and logs as "eval_loss".
+        evaluation_s: As `eval_s` in `StepRecord`.
     """
 
     step: int
@@ -56,12 +61,20 @@ class StepMetrics:
     gradient_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluation_s: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """Return the measured values by name, without missing ones."""
         values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
-        values |= {"gradient_norm": self.gradient_norm, **self._rates(), **self.metrics}
+        values |= {"gradient_norm": self.gradient_norm, **self._rates(), **self.metrics, **self.evaluated}
+        values |= {"evaluation_s": self.evaluation_s}
         return {name: value for name, value in values.items() if value is not None} | self._loads()
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """Return the values of the evaluation under their names in files and logs."""
+        return {EVALUATED + name: value for name, value in self.evaluation.items()}
 
     def _rates(self) -> dict[str, float]:
         """Return the learning rate by name, of each group where they differ."""
@@ -97,7 +110,8 @@ class JsonLines:
 
     def write(self, metrics: StepMetrics) -> None:
         found = {name: value for name, value in asdict(metrics).items() if name not in OPTIONAL or value not in (None, {}, ())}
-        line = json.dumps(found).encode() + b"\n"
+        found.pop("evaluation", None)
+        line = json.dumps(found | metrics.evaluated).encode() + b"\n"
         rest = line
         try:
             while rest:
@@ -229,7 +243,8 @@ class Metrics:
         rate = self._tokens / record.step_s if self._tokens and record.step_s > 0 else None
         metrics = StepMetrics(
             record.step, record.loss, record.step_s, rate, time.time(), record.batch_s, record.experts, record.gradient_norm,
-            record.learning_rates, self._values(record),
+            record.learning_rates, _finite({**record.metrics, **self._values(record.step, record.loss)}),
+            _finite(self._evaluated(record)), record.eval_s or None,
         )  # fmt: skip
         for name, writer in self._writers.items():
             try:
@@ -238,14 +253,20 @@ class Metrics:
                 lost = self._lost.setdefault(name, _Loss(0, f"step {record.step}: {type(e).__name__}: {e}"))
                 lost.steps += 1
 
-    def _values(self, record: StepRecord) -> dict[str, float]:
+    def _evaluated(self, record: StepRecord) -> dict[str, float]:
+        """Return what the evaluation after a step has found; nothing without one."""
+        if not record.evaluation:
+            return {}
+        return {**record.evaluation, **self._values(record.step, record.evaluation["loss"])}
+
+    def _values(self, step: int, loss: float) -> dict[str, float]:
         """Return the values of the user's functions of the loss; those that fail are reported at the end."""
         found: dict[str, float] = {}
         for name, function in self._functions.items():
             try:
-                found[name] = float(function(record.loss))
+                found[name] = float(function(loss))
             except Exception as e:  # a function of the user's may fail in any way: the training is worth more
-                lost = self._lost.setdefault(f"metric {name}", _Loss(0, f"step {record.step}: {type(e).__name__}: {e}"))
+                lost = self._lost.setdefault(f"metric {name}", _Loss(0, f"step {step}: {type(e).__name__}: {e}"))
                 lost.steps += 1
         return found
 
@@ -267,6 +288,11 @@ class Metrics:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values that are numbers: JSON has no others."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def open_metrics(

@@ -7,12 +7,13 @@ restated here from their written rules.
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ FLOAT64 = 1e-9
 FLOAT32 = 2e-5
 """The tolerance of float32: for losses and for gradients under SGD only."""
 FLOOR = 1e-3
-"""The share of the median norm below which a tensor's own norm is ignored.
+"""The share of the typical norm below which a tensor's own norm is ignored.
 
 A key bias, for example, has true gradient zero, and the rest is rounding.
 """
@@ -114,6 +115,9 @@ class _Trainer:
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
         cast_tensors(self.model, params, self.compute)
+        self.loss = copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
+        if isinstance(self.loss, nn.Module):
+            cast_tensors(self.loss, params, self.compute)
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = RandomState(self.model, job.seed, head, layers)
         self.updated = _Updated(self.model, job.precision)
@@ -128,7 +132,7 @@ class _Trainer:
         losses, weights = self._accumulate(step)
         # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
         scale = 1.0 / (sum(weights) if weights else len(losses))
-        self.updated.take_sums(scale)
+        self.updated.take_sums(scale if weights else 1.0)
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_([p for _, p in self.updated.named()], self.job.clip_norm)
         gradients = {n: p.grad.clone() for n, p in self.updated.named() if p.grad is not None}
@@ -153,7 +157,8 @@ class _Trainer:
                 start = replica * per_replica + i * rows
                 loss = self._loss(step, range(start, start + rows))
                 value, *weight = loss if isinstance(loss, tuple) else (loss,)
-                value.backward()
+                # A mean: each microbatch has its share before its backward, which need not be linear in it.
+                value.backward(None if weight else torch.full_like(value, 1.0 / (self.replicas * self.microbatches)))
                 self.updated.add()
                 losses.append(float(value.detach()))
                 weights += [float(w) for w in weight]
@@ -171,7 +176,7 @@ class _Trainer:
                 output = self.model(**inputs)
             else:
                 output = self.model(inputs)
-            return _own_loss(output) if self.job.loss is None else self.job.loss(output, targets)
+            return _own_loss(output) if self.loss is None else self.loss(output, targets)
 
     def _cast(self, leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
@@ -336,6 +341,14 @@ def _reached(got: Tensors, want: Tensors, parameters: Tensors) -> dict[str, Tens
     return {n: g for n, g in got.items() if n in want or n not in parameters or bool(g.count_nonzero())}
 
 
+def typical_norm(norms: Mapping[str, float]) -> float:
+    """Return the quadratic mean of norms; 0 for none.
+
+    The median is no measure: where branches begin with weights of zero, most gradients may be zero but for rounding.
+    """
+    return math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
+
+
 def _norms(tensors: Tensors) -> dict[str, float]:
     return {name: _norm(tensor) for name, tensor in tensors.items()}
 
@@ -345,9 +358,9 @@ def _tensors(
 ) -> list[Difference]:
     """Return the differences between tensors of the same names in `got` and `want`, whose norms are given.
 
-    An error counts relative to the tensor's norm and to the median norm of all of `want`.
+    An error counts relative to the tensor's norm and to the typical norm of all of `want`.
     """
-    typical = median(norms.values() or [0.0])
+    typical = typical_norm(norms)
     result = []
     for name, a in got.items():
         if name not in want:

@@ -99,7 +99,7 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     the errors of `compile` and `execute`, PlanError for a plan that breaks a rule, and JobError for random operations
     whose numbers plain PyTorch cannot draw.
     """
-    wide = replace(job, precision=Precision(params="float64"))
+    wide = replace(job.unevaluated, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)
     run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name

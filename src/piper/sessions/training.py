@@ -14,15 +14,17 @@ from piper.api.execution import execute
 from piper.api.metrics import check_logs
 from piper.api.origin import save_origin
 from piper.api.replanning import Fallbacks, Replanner, check_on_loss
-from piper.api.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
+from piper.api.results import new_folder, save_explanation, save_plan, save_prediction, save_weights, unless_empty
 from piper.views.display import show
 from piper.views.reporting import report_at_end
+from piper.views.why_tables import why_tables
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.memory import on_device
+from piper_ir.tools import size_text
 from piper_report import beside_table
-from piper_simulator import Simulation, device_type, simulate
+from piper_simulator import Cluster, Simulation, device_type, simulate, why
 
 if TYPE_CHECKING:
     from piper_runtime import Checkpoints, Job, Run
@@ -122,12 +124,14 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         prediction = simulate(compiled.plan, cluster, costs=costs)
         if folder is not None:
             save_plan(folder, compiled.plan, strategy)
-            save_prediction(folder, prediction)
+            _save_predicted(folder, compiled, prediction, cluster, costs)
             save_origin(folder, job.seed)
         print(
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
             f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher {settings.launcher}"
         )
+        if compiled.evaluation is not None:
+            print(_evaluation_text(job, compiled, compiled.evaluation))
         replanner = Replanner(compiled, job, fallbacks, costs) if settings.on_loss == "replan" else None
         run = _executed(compiled, steps, settings, folder, replanner)
         if replanner is not None and replanner.strategy is not None:
@@ -140,16 +144,34 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     return Session(compiled, prediction, run, folder)
 
 
+def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
+    """Return how often a run evaluates its model, on what, and the memory that it takes."""
+    most, of_training = (max(role.peak_bytes for role in c.plan.roles) for c in (evaluation, compiled))
+    beside = "below" if most <= of_training else "ABOVE"
+    return (
+        f"evaluation every {job.eval_every} steps: {job.evaluated.eval_batches} batches of {job.global_batch} rows, at most "
+        f"{size_text(most)} of a device, {beside} the {size_text(of_training)} of training"
+    )
+
+
+def _save_predicted(folder: Path, compiled: Compiled, prediction: Simulation, cluster: Cluster, costs: Costs | None) -> None:
+    """Write what is predicted, and why."""
+    save_prediction(folder, prediction)
+    explanation = why(compiled.plan, cluster, costs=costs)
+    save_explanation(folder, explanation, why_tables(explanation))
+
+
 def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -> tuple[Compiled, Simulation]:
     """Predict what a run went on with on fewer devices, and put it in the place of what it began with."""
     from piper.api.this_machine import devices_of_runs
 
     compiled, strategy = replanner.compiled, replanner.strategy
     assert strategy is not None
-    prediction = simulate(compiled.plan, devices_of_runs(compiled.plan.mesh.world), costs=costs)
+    cluster = devices_of_runs(compiled.plan.mesh.world)
+    prediction = simulate(compiled.plan, cluster, costs=costs)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
-        save_prediction(folder, prediction)
+        _save_predicted(folder, compiled, prediction, cluster, costs)
     print(f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices were lost")
     return compiled, prediction
 
@@ -181,7 +203,9 @@ def _keep_weights(folder: Path, run: Run) -> None:
 
 
 def _print_step(record: StepRecord) -> None:
-    print(f"step {record.step:4d}  loss {record.loss:.4f}  {record.step_s * 1e3:8.1f} ms")
+    values = {**record.metrics, **{f"eval_{name}": value for name, value in record.evaluation.items()}}
+    more = "".join(f"  {name} {value:.4f}" for name, value in values.items())
+    print(f"step {record.step:4d}  loss {record.loss:.4f}  {record.step_s * 1e3:8.1f} ms{more}")
 
 
 def as_numbers(done: Session) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from piper_ir.collectives import Law, law_of
 from piper_ir.errors import ExecutionError, PiperError, RankError
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, inside_channel
-from piper_runtime.engine.fibers import Fiber
+from piper_runtime.engine.fibers import ExchangeRequest, Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.code import raised_in_step
@@ -164,11 +164,13 @@ class InlineEngine:
         if len(fibers) < len(members):
             return None
         requests = [f.request for f in fibers if f.request is not None]
-        found = {(r.kind, r.given.shape, r.given.dtype) for r in requests}
+        found = {
+            (r.kind, r.given.shape if r.sent is None else r.given.shape[1:], r.given.dtype, r.sent is None) for r in requests
+        }
         if len(found) > 1:
             channel = inside_channel(asked.axis, state.rank.role.role)
             raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel}: {found}")
-        results = stacked_collective(asked.kind, [r.given for r in requests])
+        results = stacked_collective(asked.kind, [r.given for r in requests]) if asked.sent is None else _cut(requests)
         if law_of(asked.kind).spoils:
             _spoil([r.given for r in requests])
         for fiber, result in zip(fibers, results, strict=True):
@@ -224,6 +226,12 @@ def _meeting(rank: Rank) -> frozenset[int]:
         for op in [part.op for part in instr.parts]
         if isinstance(op, Compute) and op.step != "B" and plan.chunk(op.variant).steps[op.step].collectives
     )
+
+
+def _cut(requests: Sequence[ExchangeRequest]) -> list[torch.Tensor]:
+    """Return what each member gets of an all-to-all in which each says how many rows go to whom."""
+    parts = [r.given[: sum(r.sent or ())].split(list(r.sent or ())) for r in requests]
+    return [torch.cat(of) for of in zip(*parts, strict=True)]
 
 
 def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -73,6 +73,12 @@ class MemoryCounter(TorchDispatchMode):
             self._add(t)
         self.base += self.live - before
 
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never count these tensors, such as constants of the code, of which an operator may return a view."""
+        for t in tensors:
+            storage = t.untyped_storage()
+            self._alive[id(storage)] = weakref.ref(storage)
+
     @contextmanager
     def during(self, instr: int) -> Iterator[None]:
         """Observe one instruction."""

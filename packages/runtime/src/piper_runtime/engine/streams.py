@@ -49,6 +49,8 @@ STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
 A stream's slot holds the index of the instruction that it runs or that is waited for, plus one (0: none). Other
 processes read them to see progress and to name the instruction of a rank that died.
 """
+EVALUATES = HEART_SLOTS - 2
+"""The slot that is 1 while a rank evaluates: the other slots then are about the plan of the evaluation."""
 LAST_STEP = HEART_SLOTS - 1
 """The slot where a launcher writes after how many steps an interrupted run ends; 0 without an interrupt."""
 RUNNING, WAITING, LOADING, SAVING = 0, 1, 2, 3

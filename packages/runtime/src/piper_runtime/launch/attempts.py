@@ -23,6 +23,7 @@ from piper_runtime.launch.result import WARMUP_STEPS, Run
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.survivors import Survivors
 from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.job import InitialState, Job
 
 TRACED = (
@@ -68,6 +69,7 @@ class Attempts:
         options: those of the first attempt.
         workers: None where ranks run in this process.
         survivors: keeps what ranks have copied to memory.
+        evaluation: how the model is evaluated; None: not at all.
     """
 
     job: Job
@@ -76,6 +78,7 @@ class Attempts:
     options: RunOptions
     workers: Workers | None
     survivors: Survivors
+    evaluation: Evaluation | None = None
 
     def devices(self, plan: Plan, spares: int) -> int:
         """Return how many ranks there can be at the beginning."""
@@ -115,8 +118,10 @@ class Attempts:
         with committing(options.checkpoint, plan, self.job, self.initial) as on_save:
             if self.workers is None:
                 progress = Progress(plan, on_step, on_save, begin.step)
-                return run_inline(plan, code, self.job, self.initial, options, progress, begin.copied or begin.saved)
-            requests = make_requests(plan, code, self.job, self.initial, options, begin.copied or begin.saved)
+                return run_inline(
+                    plan, code, self.job, self.initial, options, progress, begin.copied or begin.saved, self.evaluation
+                )
+            requests = make_requests(plan, code, self.job, self.initial, options, begin.copied or begin.saved, self.evaluation)
             return self.workers.run(plan, requests, options.timeout_s, on_step, on_save)
 
     def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:
@@ -139,5 +144,6 @@ class Attempts:
             {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
             joined_states(plan, reports), joined_gradients(plan, reports),
             {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, self.initial, [r.batch_s for r in records],
-            records[0].step if records else first, tuple(recovery.restarts),
+            records[0].step if records else first, tuple(recovery.restarts), [r.metrics for r in records],
+            {r.step: r.evaluation for r in records if r.evaluation},
         )  # fmt: skip

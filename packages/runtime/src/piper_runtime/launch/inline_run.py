@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -29,6 +29,7 @@ from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.device import choose_device
+from piper_runtime.rank.evaluation import Evaluated, Evaluation, EvaluationRank, evaluate
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
@@ -41,7 +42,7 @@ def rank_job(job: Job, first_step: int = 0) -> RankJob:
 
 def run_inline(
     plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress,
-    saved: SavedRun | HostSnapshot | None,
+    saved: SavedRun | HostSnapshot | None, evaluation: Evaluation | None = None,
 ) -> dict[int, RankReport]:  # fmt: skip
     """Return the results of every rank; raise Interrupted when the run was ended after a step."""
     reports = {r: RankReport(first_step=options.first_step) for r in range(plan.mesh.world)}
@@ -64,7 +65,7 @@ def run_inline(
                 name_inline(rank)
         saves = _Saves(ranks, options, progress)
         try:
-            interrupted = _train(ranks, options, progress, reports, saves)
+            interrupted = _train(ranks, options, progress, reports, saves, evaluation)
         finally:
             saves.close()
     if interrupted:
@@ -72,10 +73,14 @@ def run_inline(
     return reports
 
 
-def _train(ranks: Sequence[Rank], options: RunOptions, progress: Progress, reports: dict[int, RankReport], saves: _Saves) -> bool:
+def _train(
+    ranks: Sequence[Rank], options: RunOptions, progress: Progress, reports: dict[int, RankReport], saves: _Saves,
+    evaluation: Evaluation | None,
+) -> bool:  # fmt: skip
     """Run the steps, and return whether an interrupt ended them."""
     counters: dict[int, Counter] = {}
     engine = InlineEngine(ranks)
+    evaluator = None if evaluation is None else _Evaluator(ranks, evaluation)
     for report in reports.values():
         report.started = time.perf_counter()
     spans: dict[int, list[TimedSpan]] = {}
@@ -85,8 +90,9 @@ def _train(ranks: Sequence[Rank], options: RunOptions, progress: Progress, repor
             if options.memory and step == options.measured:
                 counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
             spans = engine.step(step)
+            ended, found = time.perf_counter(), {} if evaluator is None else evaluator.after(step)
             for rank in ranks:
-                progress.add(rank.rank, reports[rank.rank].end_step(rank))
+                progress.add(rank.rank, reports[rank.rank].end_step(rank, ended, found.get(rank.rank)))
             engine.counters = {}
             done = step + 1
             saves.step_done(done)
@@ -96,6 +102,21 @@ def _train(ranks: Sequence[Rank], options: RunOptions, progress: Progress, repor
     for rank in ranks:
         reports[rank.rank].close(rank, spans.get(rank.rank, []) if options.trace else [], counters.get(rank.rank))
     return interrupt.asked
+
+
+class _Evaluator:
+    """Evaluate the model of all ranks of this process where an evaluation is due."""
+
+    def __init__(self, ranks: Sequence[Rank], evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._ranks = [EvaluationRank(rank, evaluation) for rank in ranks]
+        self._engine = InlineEngine(self._ranks)
+
+    def after(self, step: int) -> Mapping[int, Evaluated]:
+        """Return what ranks find after a step; nothing where no evaluation is due."""
+        if not self._evaluation.due(step):
+            return {}
+        return evaluate(self._evaluation, self._ranks, lambda: self._engine.step(step))
 
 
 def _warn(text: str) -> None:

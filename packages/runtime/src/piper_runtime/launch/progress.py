@@ -10,7 +10,7 @@ from piper_ir.expert_tokens import experts_of
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.launch.report import RankReport, StepDone, StepRecord
-from piper_runtime.rank.rank import step_loss
+from piper_runtime.rank.scalars import metrics_of, step_loss
 
 OnStep = Callable[[StepRecord], object]
 """A function that a caller wants to be called with every finished step."""
@@ -57,18 +57,34 @@ class Progress:
 
     def _record(self, found: Mapping[int, StepDone]) -> StepRecord:
         # Summed in the order of ranks, whoever came first: a loss has the same bits in every run.
-        loss = step_loss(self._plan, [found[rank].scalars for rank in sorted(found)])
+        scalars = [found[rank].scalars for rank in sorted(found)]
+        loss = step_loss(self._plan, scalars)
         if loss != loss:
             raise NonFiniteLossError(
                 f"step {self._next}: the sum of loss weights over the global batch is 0; is every row masked?"
             )
         start = max(done.started for done in found.values())
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
-        self._ended = {rank: done.finished for rank, done in found.items()}
+        self._ended = {rank: done.finished + done.eval_s for rank, done in found.items()}
         experts = experts_of([found[rank].expert_tokens for rank in sorted(found)])
         first = found[min(found)]  # all ranks have the same norm and the same rates
         waited = max(done.batch_s for done in found.values())
-        return StepRecord(self._next, loss, step_s, waited, experts, first.gradient_norm, first.learning_rates)
+        return StepRecord(
+            self._next, loss, step_s, waited, experts, first.gradient_norm, first.learning_rates, metrics_of(self._plan, scalars),
+            self._evaluation(found), max(done.eval_s for done in found.values()),
+        )  # fmt: skip
+
+    def _evaluation(self, found: Mapping[int, StepDone]) -> dict[str, float]:
+        """Return the loss and the metrics of the evaluation after a step; nothing where there was none.
+
+        Each microbatch of its batches has the rows of one of training, so that their number says how many batches.
+        """
+        evaluated = [found[rank].evaluated for rank in sorted(found)]
+        count = max((len(scalars.get("loss", ())) for scalars in evaluated), default=0)
+        if not count:
+            return {}
+        batches = count // self._plan.microbatches
+        return {"loss": step_loss(self._plan, evaluated, batches), **metrics_of(self._plan, evaluated, batches)}
 
     def _hand_on(self, record: StepRecord) -> None:
         self.latest = record

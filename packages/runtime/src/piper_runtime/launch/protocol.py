@@ -28,6 +28,21 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class EvaluationRequest:
+    """Describe the evaluation of one rank: the fields of an `Evaluation`, but for its batch function.
+
+    Attributes:
+        plan: the plan, pickled once for all ranks.
+        code: the code of the role's chunks, by chunk code and step.
+    """
+
+    plan: bytes
+    code: dict[str, dict[str, ShippedCode]]
+    every: int
+    batches: int
+
+
+@dataclass(frozen=True)
 class Request:
     """Describe one training run of one rank; ranks of one role share one object.
 
@@ -41,6 +56,7 @@ class Request:
         options: how the run goes.
         restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
         device: the kind of device that runs take where the request is made.
+        evaluation: how the model is evaluated; None: not at all.
     """
 
     plan: bytes
@@ -52,6 +68,7 @@ class Request:
     options: RunOptions
     restore: Restore | None = None
     device: str = field(default_factory=lambda: device.default)
+    evaluation: EvaluationRequest | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import Environment, environment
 from piper_runtime.launch.watch import LOADING_HEART
 from piper_runtime.launch.worker import WorkerContext, answer, warm_up
+from piper_runtime.rank import keep_freed_memory
 from piper_runtime.transport.gloo import GlooCommunicators
 
 RENDEZVOUS_S = 60.0
@@ -38,6 +39,7 @@ class RankActor:
 
     def __init__(self, rank: int, world: int, name: str, threads: int):
         torch.set_num_threads(threads)
+        keep_freed_memory()
         threading.Thread(target=_end_with, args=(os.getppid(),), name="piper lifeline", daemon=True).start()
         self._rank, self._world = rank, world
         self._file = Path(tempfile.gettempdir(), name)

@@ -11,6 +11,8 @@ import torch
 
 from piper_runtime.engine.memory import AllocatorCounter, Counter, MemoryCounter, MemoryRecord
 from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.code import used_code
+from piper_runtime.rank.evaluation import Evaluated
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankState
 
@@ -34,6 +36,9 @@ class StepRecord:
             counts none (`piper_ir.expert_tokens`).
         gradient_norm: the norm of the gradient before it was clipped; None where Job.clip_norm is None.
         learning_rates: the learning rates of the optimizer's groups.
+        metrics: the values of Job.metrics that are functions of outputs.
+        evaluation: the loss and these metrics on Job.eval_data; empty after steps without an evaluation.
+        eval_s: the seconds of the evaluation, which are no part of step_s.
     """
 
     step: int
@@ -43,6 +48,9 @@ class StepRecord:
     experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     gradient_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    eval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,8 @@ class StepDone:
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     gradient_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
+    evaluated: dict[str, dict[int, float]] = field(default_factory=dict)
+    eval_s: float = 0.0
 
 
 @dataclass
@@ -79,6 +89,7 @@ class RankReport:
         first_step: the number of the step that was done first.
         expert_tokens: per step the buffers that count tokens of experts.
         updates: per step the norm of the gradient and the learning rates.
+        evaluations: by step, the scalars of the evaluation after it and its seconds.
     """
 
     started: float = 0.0
@@ -96,6 +107,7 @@ class RankReport:
     first_step: int = 0
     expert_tokens: list[dict[str, list[int]]] = field(default_factory=list)
     updates: list[tuple[float | None, tuple[float, ...]]] = field(default_factory=list)
+    evaluations: dict[int, tuple[dict[str, dict[int, float]], float]] = field(default_factory=dict)
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Move the times to another clock, which is known to `error_s`."""
@@ -105,9 +117,11 @@ class RankReport:
         self.waits = [(mb, start + seconds, end + seconds) for mb, start, end in self.waits]
         self.clock_error_s = error_s
 
-    def end_step(self, rank: Rank) -> StepDone:
-        """Keep the results of the step that a rank has just done."""
-        self.finished.append(time.perf_counter())
+    def end_step(self, rank: Rank, ended: float | None = None, evaluated: Evaluated | None = None) -> StepDone:
+        """Keep the results of the step that a rank has just done, or at `ended`, and of the evaluation after it."""
+        if evaluated is not None:
+            self.evaluations[self.first_step + len(self.finished)] = evaluated.scalars, evaluated.seconds
+        self.finished.append(time.perf_counter() if ended is None else ended)
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
         self.expert_tokens.append(rank.expert_tokens)
@@ -118,7 +132,9 @@ class RankReport:
         """Return a report for every step that is done."""
         times = zip(self.finished, self.scalars, self.batch_s, self.expert_tokens, strict=True)
         found = enumerate(zip(times, self.updates, strict=True), self.first_step)
-        return [StepDone(step, self.started, *of, *update) for step, (of, update) in found]
+        return [
+            StepDone(step, self.started, *of, *update, *self.evaluations.get(step, ({}, 0.0))) for step, (of, update) in found
+        ]
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """Keep the gradients that an Update is about to apply; this is a Probe."""
@@ -166,5 +182,7 @@ def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
     cuda = rank.device.type == "cuda"
     counter = AllocatorCounter(rank.device) if alone and cuda else MemoryCounter(rank.device.type, inside=cuda)
     counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
+    if not isinstance(counter, AllocatorCounter):  # an allocator made them before the first block
+        counter.ignore(c for code, step in used_code(rank.plan, rank.role) for c in rank.steps.constants_of(code, step))
     rank.untracked = counter.paused
     return counter

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 
-from piper_ir.plan import Plan
+from piper_ir.plan import Plan, RolePlan
 from piper_runtime.checkpoint.restoring import restore_of
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.checkpoint.snapshot_files import HostSnapshot
-from piper_runtime.launch.protocol import Request
+from piper_runtime.launch.protocol import EvaluationRequest, Request
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
+from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.optimizer_kinds import with_declarations
 from piper_runtime.rank.shipping import pack
@@ -20,7 +21,7 @@ from piper_runtime.weights import part_of
 
 def make_requests(
     plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions,
-    saved: SavedRun | HostSnapshot | None = None,
+    saved: SavedRun | HostSnapshot | None = None, evaluation: Evaluation | None = None,
 ) -> dict[int, Request]:  # fmt: skip
     """Return the request of each rank; raise JobError when the job's callables cannot leave this process.
 
@@ -28,17 +29,30 @@ def make_requests(
     the state of `saved`, if it is given.
     """
     plan_blob = pickle.dumps(plan)
-    callables = pickle.dumps(pack((job.batch, with_declarations(job.make_optimizers), job.scheduler), (job.model, job.loss)))
+    measured = None if evaluation is None else evaluation.batch
+    given = job.batch, with_declarations(job.make_optimizers), job.scheduler, measured
+    callables = pickle.dumps(pack(given, (job.model, job.loss)))
+    beside = None if evaluation is None else pickle.dumps(evaluation.plan)
     out: dict[int, Request] = {}
     for role in plan.roles:
-        found: dict[str, dict[str, ShippedCode]] = {}
-        for code_id, step in used_code(plan, role):
-            source = code[code_id][step]
-            found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
+        found = _shipped(plan, role, code)
         rank = role.ranks[0]
         params = part_of(initial.params, held_params(plan, rank))
         buffers = part_of(initial.buffers, lone_tensors(plan, rank, "buffer"))
         restored = None if saved is None else restore_of(saved, {*params, *buffers})
-        request = Request(plan_blob, callables, found, params, buffers, job.seed, options, restored)
+        asked = None
+        if evaluation is not None and beside is not None:
+            own = _shipped(evaluation.plan, evaluation.plan.role(role.role), evaluation.code)
+            asked = EvaluationRequest(beside, own, evaluation.every, evaluation.batches)
+        request = Request(plan_blob, callables, found, params, buffers, job.seed, options, restored, evaluation=asked)
         out |= dict.fromkeys(role.ranks, request)
     return out
+
+
+def _shipped(plan: Plan, role: RolePlan, code: ExportedCode) -> dict[str, dict[str, ShippedCode]]:
+    """Return the code that a role executes, in the form in which it travels."""
+    found: dict[str, dict[str, ShippedCode]] = {}
+    for code_id, step in used_code(plan, role):
+        source = code[code_id][step]
+        found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
+    return found

@@ -35,6 +35,8 @@ class Run(Brief):
         first_step: the number of the step that `losses` begins with.
         restarts: what failed while the run went on, and how it went on each time. `losses`, `step_s` and `batch_s` have
             each step once; all else is of the last attempt.
+        metrics: per step the values of Job.metrics that are functions of outputs.
+        evaluations: by step, the loss and these metrics on Job.eval_data after it.
     """
 
     losses: list[float]
@@ -49,6 +51,8 @@ class Run(Brief):
     batch_s: list[float] = field(default_factory=list)
     first_step: int = 0
     restarts: tuple[Restart, ...] = ()
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield how far the run came, its last loss, its time per step and its peak."""

@@ -20,6 +20,7 @@ from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.survivors import survivors
 from piper_runtime.launch.torchrun import is_active
 from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.feed import check_loader
 from piper_runtime.rank.job import Job
 from piper_runtime.rank.same_model import check_same_model
@@ -30,7 +31,7 @@ def execute(
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
     ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None, first_step: int | None = None,
     checkpoint: Checkpoints | None = None, resume: str | Path | None = None, loader: str | int = "thread", restarts: int = 0,
-    replan: Replan | None = None, on_restart: OnRestart | None = None, spares: int = 0,
+    replan: Replan | None = None, on_restart: OnRestart | None = None, spares: int = 0, evaluation: Evaluation | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -62,6 +63,7 @@ def execute(
         replan: gives a plan for fewer ranks, where ranks that died took their devices with them.
         on_restart: called when a run that failed is about to go on.
         spares: with "ray", for how many more ranks room is kept, which take the places of ranks that die.
+        evaluation: how the model is evaluated beside training; None: not at all.
 
     Raises:
         JobError: the job does not fit the plan or the checkpoint.
@@ -75,6 +77,7 @@ def execute(
     recovering = RecoveryOptions(restarts, replan, on_restart)
     recovering.check(gradients)
     check_spares(spares, launcher, pool)
+    check_evaluation(plan, evaluation, replan)
     if launcher == "processes" and is_active():
         recovering, again, steps = under_torchrun(recovering, checkpoint, resume, first_step, steps)
         resume, first_step = (resume, first_step) if again is None else (again, None)
@@ -89,7 +92,7 @@ def execute(
         survivors(checkpoint, recovering.restarts) as kept,
         workers_of(launcher, plan.mesh.world, cluster, spares, pool) as workers,
     ):
-        attempts = Attempts(job, initial, begin, options, workers, kept)
+        attempts = Attempts(job, initial, begin, options, workers, kept, evaluation)
         recovery = Recovery(recovering, begin.step, on_step, attempts.devices(plan, spares))
         return attempts.run(plan, code, recovery)
 
@@ -106,6 +109,18 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
         )
     check_clip(plan, job)
     check_data_replicas(job.batch, plan.replicas)
+
+
+def check_evaluation(plan: Plan, evaluation: Evaluation | None, replan: Replan | None) -> None:
+    """Raise JobError for an evaluation that is for other ranks, or would be."""
+    if evaluation is None:
+        return
+    if replan is not None:
+        raise JobError(
+            'Job(eval_data=...) and on_loss="replan": the evaluation is compiled for the first mesh alone; leave one of them out'
+        )
+    if evaluation.plan.mesh != plan.mesh or evaluation.plan.global_batch != plan.global_batch:
+        raise JobError("the evaluation was compiled for another mesh or global batch than the plan; compile both together")
 
 
 def check_clip(plan: Plan, job: Job) -> None:

@@ -14,7 +14,17 @@ from piper_ir.errors import ExecutionError, HangError, PiperError, PiperWarning,
 from piper_ir.ops import COMM
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
-from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP
+from piper_runtime.engine.streams import (
+    EVALUATES,
+    FIRST_STREAM,
+    HEART_SLOTS,
+    ISSUED,
+    LOADING,
+    PHASE,
+    RUNNING,
+    SAVING,
+    STEP,
+)
 from piper_runtime.launch.progress import Progress
 from piper_runtime.launch.protocol import Failure, Notice
 from piper_runtime.launch.report import StepDone
@@ -149,9 +159,9 @@ class RankPosition:
     def __init__(self, plan: Plan, rank: int, heart: Sequence[int], node: str = ""):
         self._plan, self._rank, self._name = plan, rank, f"rank {rank}{f' on {node}' if node else ''}"
         self._program = plan.role_of(rank).program
-        self._step, self._phase = heart[STEP], heart[PHASE]
+        self._step, self._phase, self._evaluates = heart[STEP], heart[PHASE], bool(heart[EVALUATES])
         self._index = min(max(heart[ISSUED], 0), len(self._program) - 1)
-        running = [i - 1 for i in heart[FIRST_STREAM:LAST_STEP] if i]
+        running = [i - 1 for i in heart[FIRST_STREAM:EVALUATES] if i and not heart[EVALUATES]]
         self.communications = [i for i in running if i < len(self._program) and self._program[i].stream != COMPUTE]
         """The indices of the communications that the rank is in."""
 
@@ -161,6 +171,8 @@ class RankPosition:
             return f"{self._name} was loading the plan"
         if self._phase == SAVING:
             return f"{self._name} was writing a checkpoint after step {self._step}"
+        if self._evaluates:
+            return f"{self._name} was evaluating after step {self._step}"
         doing = "ran" if self._phase == RUNNING else "waited before"
         what = f"instruction {self._instr(self._index)}" if self._program else "an empty program"
         text = f"{self._name} {doing} {what} in step {self._step}"
@@ -174,6 +186,8 @@ class RankPosition:
             return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
         if self._phase == SAVING:
             return [f"  was writing a checkpoint after step {self._step}"]
+        if self._evaluates:
+            return [f"  was evaluating after step {self._step}"]
         first = max(self._index - SHOWN + 1, 0)
         out = [f"  step {self._step}"]
         out += [f"  {'>' if i == self._index else ' '} {self._instr(i)}" for i in range(first, self._index + 1)]

@@ -20,13 +20,25 @@ from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore
 from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
-from piper_runtime.engine.streams import HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, SAVING, STEP, Heartbeat
+from piper_runtime.engine.streams import (
+    EVALUATES,
+    HEART_SLOTS,
+    ISSUED,
+    LAST_STEP,
+    LOADING,
+    PHASE,
+    RUNNING,
+    SAVING,
+    STEP,
+    Heartbeat,
+)
 from piper_runtime.launch.protocol import Failure, Notice, Request
 from piper_runtime.launch.report import RankReport, measured_counter
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.timed_rank import EmulationRequest, emulate_rank
 from piper_runtime.profile.profiler import ProfileRequest, profile
 from piper_runtime.rank.code import missing_operators
+from piper_runtime.rank.evaluation import Evaluated, Evaluation, EvaluationRank, evaluate
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -98,8 +110,12 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     rank, heart = context.rank, context.heart
     plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
-    batch, optimizer, scheduler = parcel.open()
-    if missing_operators(request.code):
+    batch, optimizer, scheduler, measured = parcel.open()
+    asked = request.evaluation
+    evaluation = None
+    if asked is not None:
+        evaluation = Evaluation(pickle.loads(asked.plan), asked.code, measured, asked.every, asked.batches)
+    if missing_operators(request.code) or (asked is not None and missing_operators(asked.code)):
         parcel.import_definers()
     options = request.options
     report = RankReport(first_step=options.first_step)
@@ -120,16 +136,17 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     if len(streams) > HEART_SLOTS - 4:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
     with bound.feed.ahead(options.loader, options.numbers):
-        _train(context, bound, options, report)
+        _train(context, bound, options, report, evaluation)
     return report
 
 
-def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: RankReport) -> None:
+def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: RankReport, evaluation: Evaluation | None) -> None:
     """Run the steps of a bound rank, and save its state where checkpoints are due."""
     heart, world = context.heart, bound.plan.mesh.world
     local_world = world if context.local_world is None else context.local_world
     name = named_instructions if options.ranges else None
     backend, engine = connected(bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name)
+    evaluator = None if evaluation is None else _Evaluator(context, bound, evaluation, local_world)
     saver = None if options.checkpoint is None else RankSaver(bound, options.checkpoint, context.tell, _saving(heart))
     copier = None
     if options.snapshots is not None:
@@ -144,7 +161,8 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
         if observed:
             counter = measured_counter(bound, alone=True)
         engine.step(step, traced=options.trace and step == options.numbers[-1], counter=counter if observed else None)
-        done = report.end_step(bound)
+        ended = time.perf_counter()
+        done = report.end_step(bound, ended, None if evaluator is None else evaluator.after(step))
         if options.stream:
             context.tell(done)
         if copier is not None:
@@ -154,8 +172,34 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
             heart[PHASE] = RUNNING
     if saver is not None:
         saver.finish(options.first_step + len(report.finished))
+    if evaluator is not None:
+        evaluator.close()
     backend.close()
     report.close(bound, engine.spans, counter)
+
+
+class _Evaluator:
+    """Evaluate the model on a rank where an evaluation is due, with streams of its own."""
+
+    def __init__(self, context: WorkerContext, bound: Rank, evaluation: Evaluation, local_world: int) -> None:
+        self._evaluation, self._heart = evaluation, context.heart
+        self._rank = EvaluationRank(bound, evaluation)
+        self._backend, self._engine = connected(
+            self._rank, context.communicators, context.heart, local_world=local_world, trace=False
+        )
+
+    def after(self, step: int) -> Evaluated | None:
+        """Return what the rank finds after a step; None where no evaluation is due."""
+        if not self._evaluation.due(step):
+            return None
+        self._heart[EVALUATES] = 1
+        found = evaluate(self._evaluation, [self._rank], lambda: self._engine.step(step))
+        self._heart[EVALUATES] = 0
+        return found[self._rank.rank]
+
+    def close(self) -> None:
+        """End the threads of its streams."""
+        self._backend.close()
 
 
 def _saving(heart: Heartbeat) -> Callable[[int], None]:

@@ -24,12 +24,14 @@ from piper_runtime.checkpoint.host_snapshots import drop_snapshots
 from piper_runtime.engine.streams import HEART_SLOTS, Heartbeat
 from piper_runtime.launch.protocol import Setup
 from piper_runtime.launch.worker import WorkerContext, answer, warm_up
+from piper_runtime.rank import keep_freed_memory
 from piper_runtime.transport.gloo import GlooCommunicators
 
 
 def serve(setup: Setup) -> None:
     """Answer requests until the launcher closes the pipe."""
     torch.set_num_threads(setup.threads)
+    keep_freed_memory()
     threading.Thread(
         target=_end_with, args=(setup.lifeline, Path(setup.store).parent), name="piper lifeline", daemon=True
     ).start()

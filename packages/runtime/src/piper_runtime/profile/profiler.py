@@ -28,6 +28,7 @@ from piper_ir.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Step
+from piper_ops import Cuts
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
 from piper_runtime.profile.host_costs import host_seconds, issue_seconds
@@ -266,11 +267,15 @@ class _Profiler:
         self.report.issue, self.report.talk = [issue for issue, _ in found], [talk for _, talk in found]
 
 
-def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
     """Return something of the shape that a collective inside of a step returns, without one.
 
     Messages are measured apart: here a device would wait for others, and measure them instead of its kernels.
     """
+    if cuts is not None:
+        rows = min(sum(cuts.got), given.shape[0])
+        cuts.into[:rows].copy_(given[:rows])
+        return cuts.into
     law = law_of(kind)
     if law.writes == "part":
         given = given[0]

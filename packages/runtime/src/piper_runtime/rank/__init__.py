@@ -3,10 +3,13 @@
 May import: data, weights.
 """
 
+from piper_runtime.rank.allocator import keep_freed_memory
 from piper_runtime.rank.code import ExportedCode, ShippedCode
 from piper_runtime.rank.device import choose_device, default_kind, using
+from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import InitialState, Job, call_batch, materialize
+from piper_runtime.rank.job_evaluation import of_loss, of_outputs
 from piper_runtime.rank.optimizer_groups import OptimizerSpec, optimizer_spec
 from piper_runtime.rank.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations
 from piper_runtime.rank.parts import Thunk
@@ -20,6 +23,7 @@ from piper_runtime.rank.shipping import RECIPE_MARK, pack
 __all__ = [
     "BoundComm",
     "BoundInstr",
+    "Evaluation",
     "ExportedCode",
     "InitialState",
     "Job",
@@ -36,7 +40,10 @@ __all__ = [
     "choose_device",
     "default_kind",
     "elementwise",
+    "keep_freed_memory",
     "materialize",
+    "of_loss",
+    "of_outputs",
     "optimizer_spec",
     "pack",
     "per_parameter",

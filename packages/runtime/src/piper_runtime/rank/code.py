@@ -117,6 +117,11 @@ class LoadedSteps:
             self._loaded[key] = load_step(code, self._device, self._given)
         return self._loaded[key]
 
+    def constants_of(self, code_id: str, step: str) -> list[torch.Tensor]:
+        """Return the tensors that the function of a step holds."""
+        held: dict[str, Any] = self(code_id, step).__globals__
+        return [c for name in self._code[code_id][step].constants if isinstance(c := held[name], torch.Tensor)]
+
 
 def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:
     """Yield (code id, step) that a role executes, each once, in program order."""

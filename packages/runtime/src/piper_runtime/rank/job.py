@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
@@ -18,7 +19,8 @@ from piper_ir.tools import user_code
 from piper_ops import Constant, batch_leaves, batch_pair
 from piper_runtime.data import bind_batch
 from piper_runtime.rank.by_name import bound_by_name
-from piper_runtime.rank.job_advice import callable_problem, metrics_problem, precision_problem
+from piper_runtime.rank.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
+from piper_runtime.rank.job_evaluation import evaluation_batches, evaluation_data
 from piper_runtime.rank.precision import DTYPES, Precision
 from piper_runtime.weights import (
     HeldTensor,
@@ -70,7 +72,11 @@ class Job:
         batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
             plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
             None refuses them.
-        metrics: functions of the loss of a step by name, such as {"perplexity": math.exp}; their values are logged.
+        metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
+            (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
+        eval_data: as `batch`, or a dataset; the model is evaluated on it: forwards in eval mode.
+        eval_every: the number of steps after which it is evaluated, again and again.
+        eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -88,7 +94,10 @@ class Job:
     rename: Renames = field(default_factory=dict, hash=False)
     shared: str | tuple[str, ...] = ()
     batch_norm: str | None = None
-    metrics: Mapping[str, Callable[[float], float]] = field(default_factory=dict, hash=False)
+    metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]] = field(default_factory=dict, hash=False)
+    eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
+    eval_every: int | None = None
+    eval_batches: int | None = None
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -104,17 +113,7 @@ class Job:
             problem = callable_problem(name, value)
             if problem is not None and not (name in ("loss", "scheduler") and value is None):
                 raise JobError(problem)
-        _check_int("global_batch", self.global_batch, 1)
-        _check_int("seed", self.seed, 0)
-        if self.tokens_per_row is not None:
-            _check_int("tokens_per_row", self.tokens_per_row, 1)
-        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
-            raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
-        if not isinstance(self.shared_names, tuple) or not all(isinstance(n, str) and n for n in self.shared_names):
-            raise JobError(f"Job(shared={self.shared!r}): the name of a tensor of the batch is needed, or a tuple of names")
-        if self.batch_norm not in (None, "microbatch"):
-            raise JobError(f'Job(batch_norm={self.batch_norm!r}): "microbatch" is needed, or None to refuse batch statistics')
-        if (problem := metrics_problem(self.metrics)) is not None:
+        if (problem := number_problem(vars(self)) or word_problem(vars(self)) or metrics_problem(self.metrics)) is not None:
             raise JobError(problem)
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
@@ -127,17 +126,25 @@ class Job:
                 f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init the path of weights"
             )
         object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
+        object.__setattr__(self, "eval_data", evaluation_data(self.eval_data, self.eval_every, self.eval_batches))
         object.__setattr__(self, "optimizer", bound_by_name(self.optimizer))
+
+    @property
+    def evaluated(self) -> Job:
+        """Return the job whose batches are those of an evaluation; raise JobError where they do not divide the data."""
+        batches = evaluation_batches(self.eval_data, self.eval_batches, self.global_batch)
+        batch = bind_batch(cast("Batch", self.eval_data), self.global_batch)
+        return replace(self, batch=batch, eval_data=batch, eval_batches=batches)
+
+    @property
+    def unevaluated(self) -> Job:
+        """Return the job without an evaluation."""
+        return self if self.eval_data is None else replace(self, eval_data=None, eval_every=None, eval_batches=None)
 
     @property
     def make_optimizers(self) -> Callable[[NamedParameters], Any]:
         """Return the function of named parameters that makes the optimizers; a mapping has become one."""
         return cast("Callable[[NamedParameters], Any]", self.optimizer)
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise JobError(f"Job({name}={value!r}): an integer of at least {least} is needed")
 
 
 def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:

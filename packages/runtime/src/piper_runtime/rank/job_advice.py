@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import nn
 
 from piper_runtime.rank.by_name import by_name_problem
+from piper_runtime.rank.job_evaluation import NEEDED as METRICS
+from piper_runtime.rank.job_evaluation import arguments_of
 
 BATCH = (
     "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch. "
@@ -63,22 +66,40 @@ def callable_problem(name: str, value: object) -> str | None:
     return None
 
 
+def number_problem(job: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the numbers among the fields of a Job, or None."""
+    least = {"global_batch": 1, "seed": 0, **({} if job["tokens_per_row"] is None else {"tokens_per_row": 1})}
+    for name, bound in least.items():
+        value = job[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+            return f"Job({name}={value!r}): an integer of at least {bound} is needed"
+    clip = job["clip_norm"]
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        return f"Job(clip_norm={clip!r}): a positive number is needed, or None for no clipping"
+    return None
+
+
+def word_problem(job: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the names and words among the fields of a Job, or None."""
+    names = (job["shared"],) if isinstance(job["shared"], str) else job["shared"]
+    if not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
+        return f"Job(shared={job['shared']!r}): the name of a tensor of the batch is needed, or a tuple of names"
+    if job["batch_norm"] not in (None, "microbatch"):
+        return f'Job(batch_norm={job["batch_norm"]!r}): "microbatch" is needed, or None to refuse batch statistics'
+    return None
+
+
 def metrics_problem(metrics: object) -> str | None:
     """Return what is wrong with Job.metrics, or None."""
-    advice = 'a mapping from names to functions of the loss is needed, such as {"perplexity": math.exp}'
     if not isinstance(metrics, Mapping):
-        return f"Job(metrics=...) got {_article(metrics)}: {advice}"
+        return f"Job(metrics=...) got {_article(metrics)}: {METRICS}"
     for name, function in metrics.items():
         if not isinstance(name, str) or not name or not callable(function):
-            return f"Job(metrics=...) has {name!r} with {_article(function)}: {advice}"
-        try:
-            inspect.signature(function).bind(0.0)
-        except ValueError:  # a function in C: it will say so itself
-            continue
-        except TypeError:
+            return f"Job(metrics=...) has {name!r} with {_article(function)}: {METRICS}"
+        if arguments_of(function) is None:
             return (
-                f"Job(metrics=...) calls {name!r} as {name}(loss), which {_name(function)}{inspect.signature(function)} does not "
-                f"accept: {advice}. Functions of the model's outputs are not supported"
+                f"Job(metrics=...) calls {name!r} as {name}(loss) or {name}(output, targets), of which "
+                f"{_name(function)}{inspect.signature(function)} accepts neither: {METRICS}"
             )
     return None
 

@@ -20,6 +20,7 @@ from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.overflow import naming_overflow
 from piper_runtime.rank.rank_state import RankState
 from piper_runtime.rank.rng import generator, rng_seed
+from piper_runtime.rank.scalars import scalar_name
 from piper_runtime.rank.shared import shared_arguments
 from piper_runtime.rank.store import empty_value
 from piper_runtime.rank.update_scale import scale_of
@@ -216,6 +217,8 @@ def _fold(part: Part, op: Fold, rank: RankState) -> Thunk:
 
 
 def _update(part: Part, op: Update, rank: RankState) -> Thunk:
+    if rank.plan.evaluates:
+        return lambda: None  # the end of the step
     flats = [rank.store.flat_grads[b] for b in op.buckets]
     scale_now = scale_of(part, op, rank)
 
@@ -299,7 +302,7 @@ def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
     """Return F with the random state set before it, and losses, weights and new buffers handed on after it."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
-    scalars = [(_recorder(o.kind, v, part.mb, rank), v) for o, v in outputs if o.kind in ("loss", "weight")]
+    scalars = [(_recorder(scalar_name(o), v, part.mb, rank), v) for o, v in outputs if o.kind not in ("value", "buffer")]
     buffers = [(o.ref, v) for o, v in outputs if o.kind == "buffer"]
     if chunk.random:
         run = _seeded(run, part, chunk, rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, assert_never
@@ -13,6 +12,7 @@ from piper_ir.collectives import Law, law_of
 from piper_ir.errors import PlanError
 from piper_ir.ops import COMM, Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Part, Plan
+from piper_ops import Cuts
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.device import CPU, NumberReader
 from piper_runtime.rank.parts import Operand, Thunk, bind_alloc, bind_operand, bind_part, bind_result
@@ -28,6 +28,7 @@ class BoundComm:
         peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
         operand: gives the tensor that is sent, received into, or given to a collective.
         result: gives the tensor that a collective writes; None where that is the operand itself.
+        cuts: gives how many rows of an all-to-all go to each member and come from each; None where all are equal.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class BoundComm:
     peers: tuple[int, ...]
     operand: Operand
     result: Operand | None = None
+    cuts: Callable[[], Cuts | None] | None = None
 
     @property
     def law(self) -> Law | None:
@@ -187,15 +189,3 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
         read |= {(stream, v): count[stream] for v in part.reads}
         written |= {(stream, v): count[stream] for v in (*part.writes, *state)}
     return out
-
-
-def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
-    """Return the loss of a step from the scalars of all ranks.
-
-    It is the mean over microbatches and replicas, or the sum of losses over the sum of weights.
-    """
-    total = sum(v for s in scalars for v in s["loss"].values())
-    if plan.loss_kind == "mean":
-        return total / (plan.microbatches * plan.replicas)
-    weight = sum(v for s in scalars for v in s["weight"].values())
-    return total / weight if weight else math.nan

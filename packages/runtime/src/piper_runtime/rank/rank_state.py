@@ -17,7 +17,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Fresh
 from piper_ir.plan import Category, Plan
 from piper_ir.sizes import bind
-from piper_ops import ROUNDS
+from piper_ops import ROUNDS, TRADES, Cuts
 from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
@@ -37,7 +37,7 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 """A function called in Update before the optimizer's step with the rank, the buckets and the gradients' scale."""
 
 
-Exchange = Callable[[str, str, torch.Tensor], torch.Tensor]
+Exchange = Callable[..., torch.Tensor]
 """A function that runs a collective of a kind with the devices along an axis, from a tensor to the result."""
 
 
@@ -63,7 +63,7 @@ def _of_replica_0(plan: Plan) -> set[str]:
     return {o.ref for o in outputs if not counts_tokens(o.ref)}
 
 
-def no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
+def no_exchange(kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
     """Raise ExecutionError: outside of the steps that meet by the plan there is nobody to meet."""
     raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
@@ -121,29 +121,36 @@ class RankState:
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
-            self.store = Store(plan, rank, own_parts(plan, rank, params), buffers, device)
-            self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler, job.first_step)
+            self.store, self.optimizer = self._states(job, params, buffers)
         self.feed = Feed(plan, rank, job.batch, device)
         self.counts = not plan.mesh.index_along(plan.shared, rank)
         self.exchange: Exchange = no_exchange
         self.steps = LoadedSteps(code, device, self._globals())
 
+    def _states(
+        self, job: RankJob, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[Store, RankOptimizer]:
+        """Return the rank's tensors and its optimizer, made of the initial ones."""
+        store = Store(self.plan, self.rank, own_parts(self.plan, self.rank, params), buffers, self.device)
+        return store, RankOptimizer(self.plan, store, job.optimizer, job.scheduler, job.first_step)
+
     def _globals(self) -> dict[str, Any]:
         """Return what code reads that differs between the devices that share a chunk."""
         return {
             "PLACE": _Places(self.plan.mesh, self.rank),
-            "EXCHANGE": lambda kind, axis, given: self.exchange(kind, axis, given),
+            "EXCHANGE": lambda *given: self.exchange(*given),
+            "TRADES": TRADES,
             "ROUNDS": {op._schema.name: function for op, function in ROUNDS.items()},
         }
 
     def record(self, kind: str, mb: int, value: float) -> None:
-        """Keep a microbatch's loss or weight; raise NonFiniteLossError when it is NaN or infinite."""
-        if not math.isfinite(value):
+        """Keep a microbatch's loss, weight or metric; raise NonFiniteLossError when a loss or weight is not finite."""
+        if kind in ("loss", "weight") and not math.isfinite(value):
             raise NonFiniteLossError(
                 f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
             )
         if self.counts:
-            self.scalars[kind][mb] = value
+            self.scalars.setdefault(kind, {})[mb] = value
 
     def count(self, buffer: str, tokens: torch.Tensor) -> None:
         """Add a microbatch's tokens of experts to those of the step."""
