@@ -101,40 +101,6 @@ def scores_of(net: Any, x: Tensor) -> Tensor:
     return net.linear(x)[:, 0, :CLASSES]
 
 
-WEIGHT = [1.0, 2.0, 3.0]
-
-
-def weights(x: Tensor) -> Tensor:
-    return torch.tensor(WEIGHT, dtype=x.dtype)
-
-
-def weighted(x: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(x, t, weight=weights(x))
-
-
-def weighted_written_out(x: Tensor, t: Tensor) -> Tensor:
-    w = weights(x)[t]
-    return (w * F.cross_entropy(x, t, reduction="none")).sum() / w.sum()
-
-
-def smoothed(x: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(x, t, label_smoothing=0.1)
-
-
-def smoothed_written_out(x: Tensor, t: Tensor) -> Tensor:
-    s = 0.1
-    return (1 - s) * F.cross_entropy(x, t) - s * F.log_softmax(x, 1).mean()
-
-
-def probable(x: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(x, F.one_hot(t, CLASSES).to(x.dtype) * 0.5 + 0.1)
-
-
-def probable_written_out(x: Tensor, t: Tensor) -> Tensor:
-    p = F.one_hot(t, CLASSES).to(x.dtype) * 0.5 + 0.1
-    return -(p * F.log_softmax(x, 1)).sum(1).mean()
-
-
 def legacy(x: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(x, t, size_average=False)
 
@@ -278,11 +244,6 @@ def positive_sum_by_mask(net: Any, x: Tensor) -> Tensor:
 
 
 ROWS_OF_THE_TABLE: dict[str, Row] = {
-    "class weights": Row(r"w = weight\[t\]", scores_of, scores_of, losses=(weighted, weighted_written_out)),
-    "label smoothing": Row(
-        r"\(1 - s\) \* F\.cross_entropy\(x, t\) - s \*", scores_of, scores_of, losses=(smoothed, smoothed_written_out)
-    ),
-    "probabilities": Row(r"-\(t \* F\.log_softmax\(x, 1\)\)", scores_of, scores_of, losses=(probable, probable_written_out)),
     "legacy arguments": Row(
         r"reduction='mean', 'sum'",
         scores_of,
@@ -309,9 +270,9 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
         named=False,
     ),
     "instance norm": Row(
-        r"F\.group_norm with as many groups as channels",
+        r"track_running_stats=False",
+        lambda net, x: F.instance_norm(net.linear(x), *(torch.ones(LENGTH, dtype=x.dtype) for _ in "mv")),
         lambda net, x: F.instance_norm(net.linear(x)),
-        lambda net, x: F.group_norm(net.linear(x), LENGTH),
     ),
     "native layer norm": Row(
         r"F\.layer_norm",

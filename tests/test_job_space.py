@@ -139,6 +139,19 @@ def test_a_function_that_makes_no_job_is_refused() -> None:
         piper.tune(lambda trial: 3, strategy, cluster="h100x8", trials=1, workers=0)  # type: ignore[arg-type, return-value]  # refused
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "how", [dict(workers=0, launcher="processes"), dict(workers="local", confirm=0), dict(workers=0, launcher="ray")], ids=str
+)
+def test_jobs_are_scored_and_confirmed_by_other_processes(how: dict[str, Any]) -> None:
+    """Each confirming run is of the job that its candidate has chosen: the bytes that it holds are those of its plan."""
+    study = piper.tune(job, strategy, cluster="cpu-local", trials=4, seed=1, steps=2, **{"confirm": 2, **how})
+    alone = piper.tune(job, strategy, cluster="cpu-local", trials=4, seed=1, workers=0)
+    assert {str(r["params"]): r["value"] for r in study.table()} == {str(r["params"]): r["value"] for r in alone.table()}
+    confirmed = [r for r in study.rows if r.measured_period_s is not None]
+    assert len(confirmed) == how.get("confirm", 2) and all(r.measured_peak_bytes == r.peak_bytes for r in confirmed)
+
+
 FILE = """
 import torch
 import piper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piper.cli.options import in_flags, searchers
+from piper.cli.options import check_drawn, in_flags, searchers
 from piper_ir.errors import JobError
 
 
@@ -24,6 +24,8 @@ from piper_ir.errors import JobError
         ("in this process (workers=0)", "in this process (--workers 0)"),
         ('workers="local" starts a Ray, workers=1 needs none', "--workers local starts a Ray, --workers 1 needs none"),
         ("profile(rows=[9]): 9 is no number", "--rows [9]: 9 is no number"),
+        ("tune(objective='period'): no", "--objective period: no"),
+        ("cannot go on; give restarts of at least 1", "cannot go on; give --restarts of at least 1"),
         ('launcher="emulated" any cluster to imitate', "--emulate CLUSTER any cluster to imitate"),
     ],
 )
@@ -55,3 +57,12 @@ def test_tune_takes_addresses_as_workers() -> None:
     assert [searchers(w) for w in ("3", "ray", "local", "h:1")] == [3, "ray", "local", "h:1"]
     with pytest.raises(JobError, match="--workers many: a number of processes, ray, local or"):
         searchers("many")
+
+
+def test_show_refuses_options_of_what_it_does_not_draw() -> None:
+    check_drawn("zbv", of_files=(None, None), of_recipes=(4, None))
+    check_drawn(None, of_files=("h100x8", None), of_recipes=(None, None))
+    with pytest.raises(JobError, match="leave out --strategy, --costs and --cluster"):
+        check_drawn("zbv", of_files=("h100x8", None), of_recipes=(None, None))
+    with pytest.raises(JobError, match="belong to --recipe"):
+        check_drawn(None, of_files=(None, None), of_recipes=(None, 8))

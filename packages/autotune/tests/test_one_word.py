@@ -64,7 +64,17 @@ def test_what_helps() -> None:
     assert word(0.9, 100).helps and word(0.9, 120).helps and word(1.005, 90).helps
     assert word(0.9, 130).helps and not word(0.999, 100).helps and not word(1.05, 50).helps
     assert word(2.0, 100, before="too much").helps and word(2.0, 80, before="too much", after="too much").helps
-    assert not word(0.5, 100, before="too much", after="too much").helps and not word(0.5, 50, after="too much").helps
+    assert word(0.5, 100, before="too much", after="too much").helps
+    assert not word(0.5, 101, before="too much", after="too much").helps and not word(0.5, 50, after="too much").helps
+
+
+def test_the_line_stands_beside_another_prediction_of_the_same_step() -> None:
+    """Large plans are scored without contention: the change holds, and the seconds are those of the table above it."""
+    before, after = Scored(1.0, 1.0, 0, 100, "sweep", "too much"), Scored(0.9, 0.9, 0, 50, "sweep", "too much")
+    word = OneWord("w", before, after)
+    assert word.text == "w: 900 ms per step (-10.0 %), 50 B on the fullest device (-50 B); it still does not fit"
+    assert word.told(2.0).startswith("w: 1.8 s per step (-10.0 %)")
+    assert OneWord("w", before, Scored(0.9, 0.9, 0, 50, "sweep")).text.endswith("; it fits")
 
 
 def test_a_search_says_it_of_its_best() -> None:

@@ -14,6 +14,7 @@ from piper_ir.tools import named_ranks, ranks_text
 from piper_ir.trace import Trace
 from piper_report import load, schedule_table, write_beside, write_report
 from piper_report.alike import alike_ranks
+from piper_report.beside import _told
 from piper_report.chrome import chrome_trace
 from piper_report.gantt import shown_ranks
 from piper_report.report import _summary
@@ -81,6 +82,17 @@ def test_stages_and_directives(tmp_path: Path) -> None:
     assert "layers" not in stages.table.columns and "layers" in stages.frame
 
 
+def test_a_slow_stage_is_seen(tmp_path: Path) -> None:
+    plan = samples.plan_of(pp=2, dp=2, F=(1e-3, 3e-3), I=(1e-3, 3e-3), W=(1e-3, 3e-3))
+    samples.write_simulation(tmp_path, simulate(plan, "h100x8", costs=samples.comm_costs(plan)), plan)
+    stages = stage_sheet(load(tmp_path))
+    assert stages is not None
+    seconds = [plan.microbatches * per_microbatch for per_microbatch in (3e-3, 9e-3)]
+    assert stages.frame["compute_predicted_s"].tolist() == pytest.approx(seconds)
+    assert [row[-1] for row in stages.table.rows] == ["-50.0 %", "+50.0 %"]
+    assert "compute, measured" not in stages.table.columns
+
+
 def test_the_page_says_what_a_device_holds_and_where_results_are_from(tmp_path: Path) -> None:
     samples.write_simulation(tmp_path)
     predicted = json.loads((tmp_path / "predicted.json").read_text())
@@ -117,6 +129,11 @@ def test_lines_near_the_curve_are_drawn_and_far_ones_are_not() -> None:
             for total, limit in ((12, 80), (12, 14), (40, 80), (12, 4))
         ]
     assert found == [{IN_ALL}, {IN_ALL, HAS}, set(), {IN_ALL, HAS}]
+
+
+@pytest.mark.parametrize(("change", "text"), [(-0.5, "-50.0 %"), (8.9, "+890.0 %"), (9.0, "10 times"), (249.4, "250 times")])
+def test_large_changes_are_factors(change: float, text: str) -> None:
+    assert _told(change) == text
 
 
 def test_two_folders_beside_each_other(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from packages.report.tests import samples
 from piper_ir.study import Row, StudyDocument
-from piper_report import load, write_report
+from piper_report import load, tuning_figures, write_report
 from piper_report.parallel_figure import UNSET, Axis, parallel_figure
 from piper_report.tables import Sheet, tuning_sheets
-from piper_report.tuning_figures import history_figure, pareto_figure, pareto_front, scored
+from piper_report.tuning_figures import goal_of, history_figure, pareto_figure, pareto_front, scored
 
 POINTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8).map(float)), max_size=20)
 
@@ -85,3 +85,39 @@ def test_a_single_candidate_with_names_of_any_kind_is_drawn(tmp_path: Path) -> N
     document["trials"] = [document["trials"][0] | {"params": {r"$\frac{$": "$$x_", "ключ": None}}]
     (tmp_path / "study.json").write_text(json.dumps(document | {"best": 0}))
     assert {p.stem for p in write_report(tmp_path).figures} == {"history", "pareto", "parameters"}
+
+
+def priced(objective: str, values: list[float]) -> StudyDocument:
+    """Return a study whose quickest candidate is the worst by another objective."""
+    rows = tuple(Row(k, "complete", params={"m": k}, period_s=1.0 + k, value=v, peak_bytes=2**20) for k, v in enumerate(values))
+    late = Row(9, "rejected", period_s=0.5, peak_bytes=2**21, kind="memory")
+    return StudyDocument("c", None, 0, (*rows, late), 2, (), objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("objective", "values", "shown", "label", "said"),
+    [
+        ("tokens_per_s_per_device", [0.01, 5e-3, 2e-3], [100, 200, 500], "tokens per second", "rises from 100 tokens/s to 500"),
+        ("dollars_per_token", [4e-6, 3e-6, 1e-6], [4, 3, 1], "dollars per million tokens", "falls from 4 dollars to 1 dollars"),
+        ("period", [1.0, 2.0, 3.0], [1, 2, 3], "period (s)", "falls from 1 s to 1 s"),
+    ],
+)
+def test_figures_draw_what_the_search_is_for(
+    objective: str, values: list[float], shown: list[float], label: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(tuning_figures, "picture", lambda figure, *texts, **_: drawn.append((figure.axes[0], texts)))
+    study = priced(objective, values)
+    history_figure(study), pareto_figure(study)
+    (history, texts), (pareto, others) = drawn
+    assert list(history.lines[0].get_ydata()) == pytest.approx(shown) and label in history.get_ylabel()
+    assert list(pareto.lines[0].get_ydata()) == pytest.approx(shown) and label in pareto.get_ylabel()
+    assert said in texts[2] and ("period" in others[2]) == (objective == "period")
+    parallel = parallel_figure(study)
+    assert parallel is not None and goal_of(study).name in parallel.alt
+
+
+def test_candidates_are_listed_by_the_objective(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(priced("dollars_per_token", [4e-6, 3e-6, 1e-6]).dumps())
+    trials = next(s for s in tuning_sheets(load(tmp_path)) if s.name == "trials")
+    assert list(trials.frame["trial"]) == [2, 1, 0, 9] and trials.table.rows[0][-1] == "1 dollars"

@@ -13,6 +13,8 @@ from piper_ir.costs import Costs
 from piper_ir.errors import FormatError, OutputError
 from piper_ir.tools import check_writable, write_whole
 
+MADE = "`piper profile FILE.py --out costs.json` makes a costs file"
+
 
 def save_costs(path: str | Path, costs: Costs) -> None:
     """Write a costs file; `path` is a Path or a text.
@@ -57,8 +59,12 @@ def load_costs(path: str | Path) -> Costs:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
-        raise FormatError(f"cannot read the costs file {path}: {e}; `piper profile FILE.py --out {path}` makes one") from None
-    costs = loads(Costs, text, str(path))
+        why = e.strerror if isinstance(e, OSError) else e
+        raise FormatError(f"cannot read the costs file {path}: {why}; {MADE}") from None
+    try:
+        costs = loads(Costs, text, str(path))
+    except FormatError as e:
+        raise FormatError(f"{e}; {MADE}") from None
     if not all(map(isfinite, _numbers(encode(costs)))):
         raise FormatError(f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure again")
     return costs

@@ -93,6 +93,7 @@ def profile(
         raise ExecutionError(f'profile(launcher={launcher!r}): "processes" and "ray" are accepted')
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise JobError(f"profile(repeats={repeats!r}): an integer of at least 1 is needed")
+    job = job.unevaluated
     target = compile(job, strategy)
     chosen = _rows(job.global_batch, rows, target.plan.rows)
     shares = tuple(d for d in strategy.directives if isinstance(d, shard))

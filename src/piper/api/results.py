@@ -8,7 +8,7 @@ A folder holds the files of its command; `piper report` shows them.
   and limit_bytes, which its device has.
   Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
 - origin.json: machine, versions, commit, seed, time and command.
-- why.json: the tables and numbers of `piper simulate --why`.
+- why.json: the tables and numbers of `piper simulate --why`, also of what is predicted for a run.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
 - spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`.
 - trace-predicted.json, trace-measured.json: the same for Chrome's viewer.

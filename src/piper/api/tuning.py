@@ -256,7 +256,7 @@ def _measure(
     def measured(strategy: Strategy) -> Confirmation:
         from piper.api.execution import execute
 
-        job = job_of(strategy.params)
+        job = job_of(strategy.params).unevaluated
         run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Confirmation(period_s, max(run.peak_bytes.values(), default=None))

@@ -53,6 +53,7 @@ from piper.cli.options import (
     OnLossOption,
     OtherArgument,
     OutOption,
+    OwnRecipesArgument,
     ParamsOption,
     PrintLaunchOption,
     ProfileLauncherOption,
@@ -66,6 +67,7 @@ from piper.cli.options import (
     RowsOption,
     SearchersOption,
     SeedOption,
+    ShownClusterOption,
     SnapshotOption,
     SpaceFileArgument,
     SparesOption,
@@ -77,6 +79,7 @@ from piper.cli.options import (
     VersionOption,
     VersusOption,
     WhyOption,
+    check_drawn,
     pairs,
     user_errors,
 )
@@ -260,7 +263,7 @@ def profile(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that simulate, tune, run or a loop has written")],
     other: Annotated[
-        Path | None, typer.Argument(metavar="[OTHER]", help="another such folder: both on one page, beside each other")
+        Path | None, typer.Argument(metavar="OTHER", help="another such folder: both on one page, beside each other")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")] = None,
     as_json: AsJsonOption = False,
@@ -303,13 +306,13 @@ def show(
     file: RecipeFileArgument = None,
     params: ParamsOption = None,
     strategy: StrategyFileOption = None,
-    cluster: ClusterNameOption = "cpu-local",
+    cluster: ShownClusterOption = None,
     costs: CostsFileOption = None,
     recipe: RecipeNameOption = None,
-    pp: DevicesOption = 4,
-    microbatches: MicrobatchesOption = 8,
+    pp: DevicesOption = None,
+    microbatches: MicrobatchesOption = None,
     chunks: ChunksOption = None,
-    times: ChunkTimesOption = "1,1,1",
+    times: ChunkTimesOption = None,
     graph: Annotated[bool, typer.Option("--graph", help="print the training graph, a line per node")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")] = False,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture")] = None,
@@ -329,25 +332,22 @@ def show(
         from piper.views.show import What, show_recipe, show_strategy
 
         what = What(graph, plan, png, csv, lowered, as_json)
+        check_drawn(recipe, of_files=(strategy, cluster, costs), of_recipes=(pp, microbatches, chunks, times))
         if recipe is not None:
-            if strategy is not None or costs is not None:
-                raise JobError("--recipe is drawn with the durations of --times: leave out --strategy and --costs")
             if file is not None:
                 load_recipes(file)
-            more = arguments(pairs(params))
-            show_recipe(
-                shown(recipe, pp=pp, microbatches=microbatches, chunks=chunks, times=ChunkTimes.parse(times), **more), what
-            )
+            more = arguments(pairs(params)) | {"chunks": chunks, "times": ChunkTimes.parse("1,1,1" if times is None else times)}
+            show_recipe(shown(recipe, pp=pp or 4, microbatches=microbatches or 8, **more), what)
             return
         if file is None:
             raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
         loaded = load_file(file, pairs(params), strategy)
         known = load_costs(costs) if costs else None
-        show_strategy(compile(loaded.job, loaded.strategy, costs=known), what, cluster=cluster, costs=known)
+        show_strategy(compile(loaded.job, loaded.strategy, costs=known), what, cluster=cluster or "cpu-local", costs=known)
 
 
 @app.command()
-def recipes(file: RecipeFileArgument = None, as_json: AsJsonOption = False) -> None:
+def recipes(file: OwnRecipesArgument = None, as_json: AsJsonOption = False) -> None:
     """List all recipes of pipeline schedules: source, formula, peak, rule, when to use.
 
     Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)

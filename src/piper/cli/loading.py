@@ -1,7 +1,7 @@
 """Load the user's FILE.py, which is run.
 
 It must define `job` and `strategy`. It may define `steps`, and `params`: values for a strategy that is a function of a
-trial, where nobody searches.
+trial, where nobody searches. torch is imported when a file is run, so that commands without one start at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from piper.api.fixed_trial import FixedTrial
 from piper_compiler import Strategy, load_strategy
 from piper_ir.errors import JobError, PiperError
 from piper_ir.tools import user_code
-from piper_runtime import Job
-from piper_runtime.rank import RECIPE_MARK
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def load_recipes(path: str | Path) -> None:
 
 def _job(path: Path, module: ModuleType, trial: FixedTrial | None = None) -> Job:
     """Return the file's job, or the one that its function of a trial makes of the given values."""
+    from piper_runtime import Job
+
     job = getattr(module, "job", None)
     if callable(job) and trial is not None:
         with user_code("job(trial)", JobError):
@@ -145,6 +148,8 @@ def _run(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`")
+    from piper_runtime.rank import RECIPE_MARK
+
     module = importlib.util.module_from_spec(spec)
     setattr(module, RECIPE_MARK, str(path.resolve()))  # workers load the file again
     sys.modules[name] = module

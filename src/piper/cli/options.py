@@ -47,7 +47,7 @@ ParamsOption = Annotated[
 OtherArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[OTHER]",
+        metavar="OTHER",
         help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job (.json)",
     ),
 ]
@@ -94,14 +94,19 @@ StrategyFileOption = Annotated[
     Path | None,
     typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy, such as a best.json, instead of the file's"),
 ]
+_CLUSTERS = (
+    "e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local (this machine, measured now)"
+)
 ClusterNameOption = Annotated[
     str,
     typer.Option(
         "--cluster",
         autocompletion=clusters,
-        help="e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local (this machine, measured "
-        "now)",
+        help=_CLUSTERS,
     ),
+]
+ShownClusterOption = Annotated[
+    str | None, typer.Option("--cluster", autocompletion=clusters, help=f"{_CLUSTERS}  [default: cpu-local]")
 ]
 CostsFileOption = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE.json", help="measured durations, as `piper profile` writes them")
@@ -179,7 +184,10 @@ EmulateOption = Annotated[
 LogOption = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
 RecipeFileArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="[FILE.py]", help="defines `job` and `strategy`; with --recipe, recipes of your own, or is left out"),
+    typer.Argument(metavar="FILE.py", help="defines `job` and `strategy`; with --recipe, recipes of your own, or is left out"),
+]
+OwnRecipesArgument = Annotated[
+    Path | None, typer.Argument(metavar="FILE.py", help="a file that registers recipes of your own; they are listed, too")
 ]
 RecipeNameOption = Annotated[
     str | None,
@@ -190,11 +198,14 @@ RecipeNameOption = Annotated[
         help="draw this recipe (`piper recipes` lists them) on a synthetic model",
     ),
 ]
-DevicesOption = Annotated[int, typer.Option("--pp", min=1, help="pipeline devices of --recipe")]
-MicrobatchesOption = Annotated[int, typer.Option("--microbatches", min=1, help="of --recipe")]
+DevicesOption = Annotated[int | None, typer.Option("--pp", min=1, help="pipeline devices of --recipe (default 4)")]
+MicrobatchesOption = Annotated[int | None, typer.Option("--microbatches", min=1, help="of --recipe (default 8)")]
 ChunksOption = Annotated[int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")]
 ChunkTimesOption = Annotated[
-    str, typer.Option("--times", metavar="F,I,W[,O]", help="seconds of one chunk of --recipe, and of an overlapped pair")
+    str | None,
+    typer.Option(
+        "--times", metavar="F,I,W[,O]", help="seconds of one chunk of --recipe, and of an overlapped pair (default 1,1,1)"
+    ),
 ]
 CsvOption = Annotated[
     Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")
@@ -256,6 +267,14 @@ def loader_of(text: str) -> str | int:
     return int(text) if text.isdigit() else text
 
 
+def check_drawn(recipe: str | None, *, of_files: Sequence[object], of_recipes: Sequence[object]) -> None:
+    """Raise JobError for options of `piper show` without effect on what it draws: a recipe, or a file's strategy."""
+    if recipe is not None and any(option is not None for option in of_files):
+        raise JobError("--recipe is drawn with the durations of --times: leave out --strategy, --costs and --cluster")
+    if recipe is None and any(option is not None for option in of_recipes):
+        raise JobError("--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has -p NAME=VALUE")
+
+
 def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
     """Return `-p` options by name; raise JobError for one without a name or value."""
     values = {}
@@ -282,6 +301,7 @@ ARGUMENTS = (
     "restarts",
     "on_loss",
     "spares",
+    "objective",
     "steps",
     "rows",
 )
@@ -293,7 +313,7 @@ PARAMETERS = {"cluster": "address"}
 """The arguments whose option has another name."""
 _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
 _SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
-_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)")
+_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)|(?<=give )restarts(?= of)")
 
 
 def in_flags(message: str, options: Container[str] | None = None) -> str:

@@ -164,7 +164,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
         show(memory_table(result))
         if helpful := [word for word in words if word.helps]:
             print("\nwhat one word would change")
-            print("\n".join(word.text for word in helpful))
+            print("\n".join(word.told(result.period_s) for word in helpful))
         for table in ([distribution_table(spread)] if spread else []) + list(why_tables(explanation) if explanation else ()):
             print()
             show(table)

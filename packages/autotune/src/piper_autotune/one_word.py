@@ -53,20 +53,28 @@ class OneWord:
 
     @property
     def helps(self) -> bool:
-        """Return whether to tell it: it is faster and fits, or smaller and hardly slower, or makes the plan fit."""
-        if self.before.reason:
-            return not self.after.reason or self.after.device_bytes < (1 - SMALLER) * self.before.device_bytes
+        """Return whether to tell it: it is faster and fits, or smaller and hardly slower, or makes the plan fit.
+
+        Of a plan that does not fit, what is faster with no more memory is told as well: it stays so when the plan fits.
+        """
         faster = self.period_change <= -FASTER
+        if self.before.reason:
+            much_smaller = self.after.device_bytes < (1 - SMALLER) * self.before.device_bytes
+            return not self.after.reason or much_smaller or (faster and self.bytes_change <= 0)
         smaller = self.bytes_change <= -SMALLER * self.before.device_bytes and self.period_change <= SLOWER
         return not self.after.reason and (faster or smaller)
 
     @property
     def text(self) -> str:
         """Return a line such as 'partition(at="cost"): 1.1 s per step (-7.6 %), 55 GiB (-5 GiB)'."""
-        fits = "; it fits" if self.before.reason and not self.after.reason else ""
+        return self.told(self.before.period_s)
+
+    def told(self, period_s: float) -> str:
+        """Return the line beside another prediction of the period without the word, which may know contention."""
+        fits = "" if not self.before.reason else "; it still does not fit" if self.after.reason else "; it fits"
         sign = "+" if self.bytes_change > 0 else ""
         return (
-            f"{self.words}: {time_text(self.after.period_s)} per step ({self.period_change * 100:+.1f} %), "
+            f"{self.words}: {time_text(period_s * (1 + self.period_change))} per step ({self.period_change * 100:+.1f} %), "
             f"{size_text(self.after.device_bytes)} on the fullest device ({sign}{size_text(self.bytes_change)}){fits}"
         )
 

@@ -23,6 +23,8 @@ from piper_report.training_figures import steps_of
 
 SIDES = ("a", "b")
 COLOURS = (BLUE, RED)
+MOST_PERCENT = 9.0
+"""The change, as a part, from which on per cent are hard to read."""
 NOT_COMPARED = ("at", "command")
 """The facts that always differ, and say nothing about the results."""
 
@@ -107,7 +109,7 @@ def _figures(name: str, title: str, sheets: Sequence[Sheet | None], sides: Seque
         for kind in kinds:
             pair = [side.get(figure, {}).get(kind, (None, ABSENT)) for side in found]
             change = _change(*(value for value, _ in pair)) if figure != FIRST_STEP or kind == "predicted" else None
-            text += [*(shown for _, shown in pair), ABSENT if change is None else signed_percent(change)]
+            text += [*(shown for _, shown in pair), ABSENT if change is None else _told(change)]
             number += [*(value for value, _ in pair), change]
         texts.append(tuple(text))
         numbers.append(number)
@@ -130,6 +132,11 @@ def _numbers(sheet: Sheet) -> Mapping[str, Mapping[str, tuple[Any, str]]]:
 
 def _change(a: float | None, b: float | None) -> float | None:
     return b / a - 1 if a and b is not None else None
+
+
+def _told(change: float) -> str:
+    """Return a change as text: in per cent, and of what is ten times as much or more the factor."""
+    return signed_percent(change) if change < MOST_PERCENT else f"{change + 1:,.3g} times"
 
 
 def _timelines(sides: Sequence[Side]) -> list[Picture]:

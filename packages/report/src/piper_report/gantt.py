@@ -164,16 +164,18 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
 
 
 def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
-    """Return one row per stream and trace, in the plan's order; without a plan compute first, then by name."""
+    """Return a row per stream and trace with spans of it, in the plan's order, or compute first, then by name."""
     owners = [t.shown_as().get(rank, rank) for t in line.traces]
-    used = {s.stream for t, own in zip(line.traces, owners) for s in (*t.spans, *t.waits) if s.rank == own}
-    known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
-    streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
+    used = [{s.stream for s in (*t.spans, *t.waits) if s.rank == own} for t, own in zip(line.traces, owners)]
+    every = set().union(*used)
+    known = [s for s in line.plan.role_of(rank).streams if s in every] if line.plan is not None else []
+    streams = known + sorted(every - set(known), key=lambda name: (name != COMPUTE, name))
     out: dict[tuple[str, int], _StreamRow] = {}
     for stream in streams:
-        for i, trace in enumerate(line.traces):
-            word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
-            out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == 0 else word)
+        here = [i for i in range(len(used)) if stream in used[i]]
+        for i in here:
+            word = ("predicted" if line.traces[i].kind == "simulated" else "measured") if len(line.traces) > 1 else ""
+            out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == here[0] else word)
     for i, (trace, found, begun, own) in enumerate(zip(line.traces, line.kinds, line.begun, owners)):
         for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == own), key=lambda s: s.start):
             if span.start <= window.end and span.end >= window.start:

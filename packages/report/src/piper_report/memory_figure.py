@@ -29,15 +29,10 @@ from piper_report.style import (
     size_unit,
     time_unit,
 )
+from piper_report.summary import CATEGORY_NAMES
 
 MOST_PANELS = 8
 STATES = ("param", "master", "grad", "optim", "buffer")
-NAMES = {
-    "param": "parameters", "master": "master parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers",
-    "gathered": "gathered parameters", "reduced": "gradient buffers", "activation": "activations",
-    "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured",
-}  # fmt: skip
-"""The names of categories in the legend, where they are others."""
 IN_ALL, HAS = "in all on the device", "what the device has"
 BESIDE = "In all, a device also holds what torch has not allocated: the reserve of its allocator, the context, and communicators."
 NEAR = 1.6
@@ -85,7 +80,7 @@ def memory_figure(
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
     shares = {category: part for category, part in _shares(plan).items() if category in used}
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=CATEGORIES[c], label=NAMES.get(c, c) + shares.get(c, "")) for c in CATEGORIES if c in used
+        Patch(facecolor=CATEGORIES[c], label=CATEGORY_NAMES.get(c, c) + shares.get(c, "")) for c in CATEGORIES if c in used
     ]
     if measured is not None and measured.memory:
         handles.append(Line2D([], [], color=INK, linewidth=1.2, label="measured, in all"))
@@ -136,7 +131,7 @@ def _shares(plan: Plan | None) -> dict[str, str]:
 
 
 def _words(shares: dict[str, str]) -> str:
-    return ", ".join(NAMES[kind] + part for kind, part in shares.items())
+    return ", ".join(CATEGORY_NAMES[kind] + part for kind, part in shares.items())
 
 
 def _ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Draw parallel coordinates: the parameters of every candidate of a tuning, coloured by its period."""
+"""Draw parallel coordinates: the parameters of every candidate of a tuning, coloured by the objective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 
 from piper_ir.study import StudyDocument
 from piper_report.style import GREY, RED, Picture, new_figure, panels, picture
-from piper_report.tuning_figures import WIDE_RANGE, ScoredTrials, scored, unit_of
+from piper_report.tuning_figures import WIDE_RANGE, ScoredTrials, goal_of, scored
 
 MOST_TICKS = 10
 FEW_TICKS = 5
@@ -29,25 +29,29 @@ LONGEST = 16
 def parallel_figure(study: StudyDocument) -> Picture | None:
     """Draw one vertical axis per parameter, and a line per complete candidate with the best on top.
 
-    Lines are coloured by the period. None without parameters.
+    Lines are coloured by the objective. None without parameters.
     """
     found = scored(study)
     names = list(dict.fromkeys(n for t, _ in found for n in t.params))
     if not names:
         return None
-    unit = unit_of(found)
+    goal = goal_of(study)
+    values = {t.number: goal.shown(value) for t, value in found}
     figure = new_figure(4.0)
     (ax,) = panels(figure, 1)
     ax.grid(False)
     ax.spines[["left", "bottom"]].set_visible(False)
-    scale = Normalize(min(p for _, p in found) * unit.scale, max(p for _, p in found) * unit.scale)
+    scale = Normalize(min(values.values()), max(values.values()))
     colours = colormaps["cividis"]
     axes = {n: Axis([t.params.get(n) for t, _ in found]) for n in names}
-    _lines(ax, found, axes, study.best, {t.number: colours(scale(p * unit.scale)) for t, p in found})
+    _lines(ax, found, axes, study.best, {number: colours(scale(value)) for number, value in values.items()})
     _ticks(ax, axes)
-    figure.colorbar(ScalarMappable(scale, colours), ax=ax, label=f"predicted period ({unit.name})", pad=0.01)
-    alt = f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, coloured by predicted period."
-    caption = "A line is a candidate; the darker, the quicker." + (" The best one is red." if study.best is not None else "")
+    figure.colorbar(ScalarMappable(scale, colours), ax=ax, label=f"predicted {goal.label}", pad=0.01)
+    alt = f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, coloured by predicted {goal.name}."
+    shade = "lighter" if goal.rises else "darker"
+    caption = f"A line is a candidate; the {shade}, the {goal.better}." + (
+        " The best one is red." if study.best is not None else ""
+    )
     least, marks = max(760, 110 * len(names)), len(found) * len(names)
     return picture(figure, "parameters", "Parameters", alt, caption, least=least, marks=marks)
 

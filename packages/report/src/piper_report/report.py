@@ -20,7 +20,7 @@ from piper_report.parallel_figure import parallel_figure
 from piper_report.results import HANG_FILE, Results, WhyTable, load
 from piper_report.stage_tables import stage_sheet, strategy_sheet
 from piper_report.style import Picture, house_style
-from piper_report.summary import Table
+from piper_report.summary import Table, far_from_measured
 from piper_report.tables import (
     Column,
     Sheet,
@@ -41,11 +41,13 @@ from piper_report.training_figures import gradient_figure, loss_figure, step_tim
 from piper_report.tuning_figures import history_figure, pareto_figure
 
 DEFINITIONS = (
-    "Errors are predicted / measured - 1. Exposed communication: a rank computes nothing while one of its transfers is under "
-    "way. Bubble, global: the step's length less the rank's compute; span: from the rank's first to its last compute, less its "
-    "compute. Each is that of the worst rank; the measured ones are of the last step, the one that was traced. Step in steady "
-    "state, measured: the median without the first 3 steps. Utilisation: FLOPs over the peak of the devices; N are the "
-    "parameters, of experts as many as a token visits."
+    "Exposed communication: a rank computes nothing while one of its transfers is under way. Bubble, global: the step's length "
+    "less the rank's compute; span: from the rank's first to its last compute, less its compute. Each is that of the worst "
+    "rank. Utilisation: FLOPs over the peak of the devices; N are the parameters, of experts as many as a token visits."
+)
+OF_MEASURED = (
+    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. Step in steady "
+    "state, measured: the median without the first 3 steps."
 )
 
 
@@ -120,7 +122,8 @@ def _strategy(results: Results) -> PageSection:
 def _why(results: Results) -> PageSection:
     tables = results.why.tables if results.why is not None else ()
     items = [_explained(n, t) for n, t in enumerate(tables, start=1)]
-    return PageSection("why", "Why the step takes as long as it does", (), items)
+    step = "step" if results.measured is None else "predicted step"
+    return PageSection("why", f"Why the {step} takes as long as it does", (), items)
 
 
 def _explained(number: int, table: WhyTable) -> Sheet:
@@ -135,10 +138,10 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
     plan, study = results.plan, results.study
     facts = []
     if plan is not None:
-        facts.append(("plan", f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world} ranks"))
+        facts.append(("plan", f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world:,} ranks"))
         tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
         rows = "1 row" if plan.rows == 1 else f"{plan.rows} rows"
-        batch = f"{plan.global_batch} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
+        batch = f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
         facts.append(("batch", batch))
     if results.params:
         facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
@@ -183,8 +186,10 @@ def _summary(results: Results) -> PageSection:
         oom = results.predicted.oom
         warnings += [f"DOES NOT FIT: {oom.text}"] if oom is not None else []
         warnings += [f"warning: {n}" for n in results.predicted.notes]
+        period = results.measured.period_s if results.measured is not None else None
+        warnings += far_from_measured(results.predicted.period_s, period, results.predicted.sources)
     if results.predicted is not None or results.measured is not None:
-        items += [headline(results), DEFINITIONS]
+        items += [headline(results), DEFINITIONS, *([OF_MEASURED] if results.measured is not None else [])]
     items += [
         s for s in (restart_sheet(results), rank_sheet(results), expert_sheet(results), source_sheet(results)) if s is not None
     ]

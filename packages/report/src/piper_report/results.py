@@ -154,6 +154,10 @@ class Measured:
     restarts: tuple[SavedRestart, ...] = ()
 
 
+EVALUATED = "eval_"
+"""The beginning of the names of what an evaluation found, in metrics.jsonl."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """Hold one line of metrics.jsonl.
@@ -164,7 +168,9 @@ class Metric:
         experts: the load of experts by module: mean, max and overflow of the tokens that chose them.
         gradient_norm: that of the gradient before it was clipped.
         learning_rates: the learning rates of the optimizer's groups.
-        metrics: values of the job's own functions of the loss.
+        metrics: values of the job's own metrics.
+        evaluation: the loss and these metrics on the job's eval_data; in the file their names begin with "eval_".
+        evaluation_s: seconds of the evaluation.
     """
 
     step: int
@@ -177,6 +183,8 @@ class Metric:
     gradient_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluation_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -343,7 +351,16 @@ def _strategy(text: str, where: str) -> Mapping[str, Any]:
 
 def _metrics(text: str, where: str) -> tuple[Metric, ...]:
     lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    return tuple(_checked(Metric, read_json(line, f"{where}, line {n}"), f"{where}, line {n}") for n, line in lines)
+    return tuple(_checked(Metric, _gathered(read_json(line, f"{where}, line {n}")), f"{where}, line {n}") for n, line in lines)
+
+
+def _gathered(line: Any) -> Any:
+    """Return a line of metrics.jsonl with what an evaluation found as one entry."""
+    if not isinstance(line, dict):
+        return line
+    found = {name.removeprefix(EVALUATED): value for name, value in line.items() if name.startswith(EVALUATED)}
+    rest = {name: value for name, value in line.items() if not name.startswith(EVALUATED)}
+    return rest | {"evaluation": found} if found else rest
 
 
 def _check_together(results: Results) -> None:

@@ -1,4 +1,4 @@
-"""Make the tables of a strategy: its directives, and what each stage holds."""
+"""Make the tables of a strategy: its directives, and what each stage holds and takes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from piper_ir.ops import KEEP_ALL, Compute
-from piper_ir.plan import Plan, RolePlan
+from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_ir.program import Chunk
 from piper_ir.sizes import bind
-from piper_ir.tools import ranks_text, size_text
+from piper_ir.tools import ranks_text, size_text, time_text
+from piper_ir.trace import Trace
 from piper_report.results import Results
-from piper_report.tables import Column, Sheet, sheet
+from piper_report.tables import Column, Sheet, sheet, signed_percent
 
 MOST_WORDS = 160
 """The most characters of a directive's arguments on the page."""
@@ -66,7 +67,12 @@ def stage_sheet(results: Results) -> Sheet | None:
         Column("others", "also"), Column("parameters", "parameters", lambda v: f"{v:,}"),
         Column("parameter_bytes", "their size", size_text), Column("keep", "keeps for backward"),
         Column("peak_bytes", "peak of the rank", size_text),
+        *(Column(f"compute_{kind}_s", f"compute, {kind}", time_text) for kind in ("predicted", "measured")),
+        Column("over_mean", "over the mean stage", signed_percent),
     ]  # fmt: skip
+    times = [_compute_s(plan, trace) for trace in (results.predicted_trace, results.measured_trace)]
+    counted = times[1] or times[0]
+    mean = sum(counted.values()) / len(counted) if counted else 0.0
     counts = {p.name: (bind(p.spec.numel, 0), bind(p.spec.nbytes, 0)) for p in plan.params}
     rows: list[tuple[Any, ...]] = []
     for role in plan.roles:
@@ -77,7 +83,9 @@ def stage_sheet(results: Results) -> Sheet | None:
             layers, others = _layers(chunks), _modules(chunks)
             ranks = ranks_text(role.ranks)
             kept = ", ".join(keeps) or None
-            rows.append((stage, role.role, ranks, layers, others, *sizes, kept, role.peak_bytes))
+            here = [found.get((role.role, stage)) for found in times]
+            share = counted[role.role, stage] / mean - 1 if mean and (role.role, stage) in counted else None
+            rows.append((stage, role.role, ranks, layers, others, *sizes, kept, role.peak_bytes, *here, share))
     rows.sort(key=lambda row: (row[0] is None, row[0] or 0))
     return sheet("stages", "Stages", columns, rows) if any(row[3] or row[4] for row in rows) else None
 
@@ -89,6 +97,30 @@ def _stages(plan: Plan, role: RolePlan) -> dict[int | None, list[Chunk]]:
     out: dict[int | None, list[Chunk]] = {}
     for chunk in by_id.values():
         out.setdefault(chunk.coords.get("stage"), []).append(chunk)
+    return out
+
+
+def _compute_s(plan: Plan, trace: Trace | None) -> dict[tuple[str, int | None], float]:
+    """Return by role and stage the seconds that its slowest rank computes in a step.
+
+    It is empty without a trace, and where one instruction belongs to two stages, as an overlapped pair may.
+    """
+    stage_of: dict[tuple[str, int], int | None] = {}
+    for role, index, instr in plan.instructions():
+        found = {plan.chunk(p.op.variant).coords.get("stage") for p in instr.parts if isinstance(p.op, Compute)}
+        if len(found) > 1:
+            return {}
+        if found:
+            stage_of[role.role, index] = found.pop()
+    role_of = {rank: role.role for role in plan.roles for rank in role.ranks}
+    sums: dict[tuple[str, int | None, int], float] = {}
+    for span in trace.spans if trace is not None else ():
+        if span.stream == COMPUTE and (role_of[span.rank], span.instr) in stage_of:
+            key = role_of[span.rank], stage_of[role_of[span.rank], span.instr], span.rank
+            sums[key] = sums.get(key, 0.0) + span.end - span.start
+    out: dict[tuple[str, int | None], float] = {}
+    for (name, stage, _), seconds in sums.items():
+        out[name, stage] = max(out.get((name, stage), 0.0), seconds)
     return out
 
 

@@ -21,6 +21,12 @@ COUNTED = {
     HFU: "hardware FLOPs: those that run, which may be fewer",
 }
 """The FLOPs that a utilisation counts, in notes that begin unlike rows: programs find rows by their names."""
+CATEGORY_NAMES = {
+    "param": "parameters", "master": "master parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers",
+    "gathered": "gathered parameters", "reduced": "gradient buffers", "activation": "activations",
+    "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
+}  # fmt: skip
+"""The names of categories of memory for people, where they are others."""
 WIDEST = 8
 """The most ranks that are listed one by one; of more, only the one with the highest prediction is listed."""
 
@@ -147,7 +153,7 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -
         *_verdict(s),
         *_warm_up(measured),
         *_traced(measured, bool(did)),
-        *_far(prediction.period_s, measured.period_s, s["sources"]),
+        *far_from_measured(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
         *_warnings(s),
     )
@@ -164,7 +170,7 @@ MEASURED = ("measured", "interpolated", "given")
 """The sources of durations that were measured here, or that are not predicted at all."""
 
 
-def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
+def far_from_measured(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
     """Return advice where a prediction is far from the measurement and rests on formulas."""
     known = sum(shares.get(name, 0.0) for name in MEASURED)
     if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:

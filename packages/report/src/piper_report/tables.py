@@ -10,14 +10,14 @@ from pandas import DataFrame
 
 from piper_ir.codec import encode
 from piper_ir.memory_owners import owners
-from piper_ir.study import Row
+from piper_ir.study import Row, objective_of
 from piper_ir.study_groups import folded, folded_text
 from piper_ir.tools import ranks_text, size_text, time_text
 from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
-from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, INSIDE, MFU, WAITING, WARM_UP, Table, percent
+from piper_report.summary import ABSENT, CATEGORY_NAMES, COUNTED, FIRST_STEP, HFU, INSIDE, MFU, WAITING, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
-from piper_report.tuning_figures import held
+from piper_report.tuning_figures import goal_of, held
 
 Form = Callable[[Any], str]
 TOP_OWNERS = 10
@@ -180,7 +180,7 @@ def line_sheet(results: Results) -> Sheet | None:
         by_rank = results.predicted.by_rank().values()
         limit = next((r.limit_bytes for r in by_rank if r.device_bytes == results.predicted.device_bytes), None)
         rows += [("allocated by torch", results.predicted.peak_bytes, None), ("in all on the device", total, 1.0)]
-        rows += [("what the device has", limit, limit / total)] if limit is not None and total else []
+        rows += [("what the device has", limit, None)] if limit is not None else []
     return sheet("memory_lines", "Memory of the fullest device at its peak, predicted", columns, rows) if rows else None
 
 
@@ -191,7 +191,7 @@ def owner_sheet(results: Results) -> Sheet | None:
         return None
     columns = [
         Column("role", "role"),
-        Column("category", "category"),
+        Column("category", "category", lambda v: str(CATEGORY_NAMES.get(v, v))),
         Column("owner", "owner"),
         Column("values", "values"),
         Column("microbatches", "microbatches"),
@@ -260,7 +260,8 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
         several = len(set(m.learning_rates)) > 1
         rates = {f"learning rate {k}" if several else "learning rate": rate for k, rate in enumerate(m.learning_rates)}
         norm = {} if m.gradient_norm is None else {"gradient norm": m.gradient_norm}
-        for name, value in {**norm, **rates, **m.metrics}.items():
+        evaluated = {f"eval {name}": value for name, value in m.evaluation.items()}
+        for name, value in {**norm, **rates, **m.metrics, **evaluated}.items():
             found.setdefault(name, {})[m.step] = value
     return found
 
@@ -371,13 +372,19 @@ def _rejected(trials: Sequence[Row]) -> Sheet:
 
 
 def _trials(results: Results) -> Sheet:
-    """Return all candidates, the quickest first, the rejected last."""
+    """Return all candidates, the best first, the rejected last."""
     assert results.study is not None
     columns = [Column("trial", "trial"), Column("state", "state"), Column("params", "parameters"),
                Column("period_s", "period", time_text), Column("memory_bytes", "memory", size_text),
                Column("source", "scored by"), Column("reason", "reason")]  # fmt: skip
-    order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", t.period_s or float("inf"), t.number))
-    rows = [(t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason) for t in order]
+    order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", objective_of(t), t.number))
+    goal, other = goal_of(results.study), results.study.objective != "period"
+    columns += [Column("value", goal.name, goal.text)] if other else []
+    more = [[t.value] if other else [] for t in order]
+    rows = [
+        (t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason, *own)
+        for t, own in zip(order, more, strict=True)
+    ]
     equal = [text for group in folded([t for t in order if t.state == "complete"]) if (text := folded_text(group))]
     notes = dict.fromkeys((*equal, *(f"warning: {note}" for t in order for note in t.notes)))
     return sheet("trials", "All candidates", columns, rows, tuple(notes)[:MOST_NOTES])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
 
 from piper_ir.tools import time_text
 from piper_report.results import Results
@@ -30,7 +30,17 @@ def loss_figure(results: Results) -> Picture | None:
     ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
     first, last = points[0][1], points[-1][1]
     alt = f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step {points[-1][0]}."
-    return picture(figure, "loss", "Loss", alt, "Over the global batch of each step.", marks=len(points))
+    note = "Over the global batch of each step."
+    evaluated = [(m.step, m.evaluation["loss"]) for m in results.metrics if isfinite(m.evaluation.get("loss", inf))]
+    if evaluated:
+        ax.lines[0].set_label("training")
+        ax.plot(*zip(*evaluated), color=ORANGE, linewidth=1.4, marker="s", markersize=4, label="evaluation")
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        alt += (
+            f" In evaluation {evaluated[0][1]:.4g} after step {evaluated[0][0]}, {evaluated[-1][1]:.4g} after {evaluated[-1][0]}."
+        )
+        note += " Evaluation is over Job.eval_data, in eval mode."
+    return picture(figure, "loss", "Loss", alt, note, marks=len(points) + len(evaluated))
 
 
 def gradient_figure(results: Results) -> Picture | None:

@@ -20,6 +20,7 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
     same = trace.shown_as()
     for rank, spans in _by_rank(trace.spans).items():
         role, counts = role_of[rank], dict[str, int]()
+        members: dict[str, tuple[int, ...]] = {}
         known = {s.instr: s for s in spans}
         for index, instr in enumerate(role.program):
             op = instr.parts[0].op
@@ -27,9 +28,10 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
                 continue
             k = counts[op.channel] = counts.get(op.channel, -1) + 1
             if index in known:
-                peers = plan.peers(plan.channel(op.channel), rank)
-                peers = tuple(sorted({same.get(p, p) for p in peers})) if same else peers
-                uses.setdefault((op.channel, peers, k), []).append(known[index])
+                if op.channel not in members:
+                    peers = plan.peers(plan.channel(op.channel), rank)
+                    members[op.channel] = tuple(sorted({same.get(p, p) for p in peers})) if same else peers
+                uses.setdefault((op.channel, members[op.channel], k), []).append(known[index])
     return [tuple(spans) for spans in uses.values()]
 
 

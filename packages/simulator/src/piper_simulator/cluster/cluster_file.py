@@ -159,7 +159,8 @@ def _parsed(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise ClusterError(f"cannot read the cluster file {path}: {e}") from None
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ClusterError(f"cannot read the cluster file {path}: {why}; docs/clusters.md shows how one is written") from None
     try:
         return json.loads(text, object_pairs_hook=unique_keys) if path.suffix == ".json" else tomllib.loads(text)
     except (RecursionError, ValueError) as e:
