@@ -14,6 +14,8 @@ from torch import nn
 from tests.zoo.entries import Entry, without_dropout
 
 VOCAB, LENGTH, SIZE = 64, 12, 32
+MOST_PARAMETERS = 20_000_000
+"""The parameters of a model that is still tried."""
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "dim_model", "d_embed"), 32),
@@ -44,10 +46,13 @@ SMALL: dict[str, Any] = {
 }
 """Values by the names of fields, for any configuration that has them."""
 
+SEEN = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+SEEN |= {"image_size": SIZE, "patch_size": 8}
+"""The sizes of a part of a model that has several."""
+
 OWN: dict[str, dict[str, Any]] = {
     "bert-generation": {"is_decoder": True},
-    "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "patch_size": 4},
-    "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "patch_size": 4},
+    **{key: {"hidden_sizes": [16] * 4, "depths": [1, 1, 2, 1], "patch_size": 4} for key in ("convnext", "convnextv2")},
     "swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
     "swinv2": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
@@ -56,6 +61,10 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
     "falcon": {"new_decoder_architecture": False},
+    "deepseek_v3": {"head_dim": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
+    **{key: {"vision_config": SEEN, "text_config": SEEN} for key in ("siglip", "clip")},
 }
 """Further values by model type."""
 
@@ -66,6 +75,10 @@ xlm-roberta t5 mt5 bart mbart pegasus marian vit deit beit dinov2 swin convnext 
 ernie4_5 seed_oss exaone4 mixtral qwen2_moe qwen3_moe olmoe gpt_oss deepseek_v3 biogpt xglm gpt_bigcode ctrl
 openai-gpt arcee apertus hunyuan_v1_dense olmo3 diffllama mamba mamba2 rwkv camembert megatron-bert roc_bert rembert
 convbert esm fnet layoutlm mpnet nystromformer squeezebert ijepa siglip clip convnextv2 swinv2 poolformer segformer resnet
+olmo_hybrid jamba zamba granitemoe deepseek_v2 minimax glm4_moe ernie4_5_moe phimoe jetmoe dots1 lfm2 bitnet doge
+longformer big_bird reformer perceiver data2vec-text xlm flaubert xlnet ernie ibert nezha mobilebert mra yoso luke
+focalnet pvt mobilevit mobilevitv2 mobilenet_v2 efficientnet vit_msn dinov2_with_registers data2vec-vision bit regnet
+longt5 umt5 m2m_100 plbart led prophetnet switch_transformers mvp bigbird_pegasus blenderbot blenderbot-small
 """
 """The types that are tried first; the others follow in the order of the registry."""
 
@@ -99,9 +112,15 @@ def made(model_type: str, name: str) -> nn.Module:
     default = kind()
     known = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
     drops = {field: 0.0 for field in known if "drop" in field and isinstance(getattr(default, field, None), float)}
-    config = kind(**{field: value for field, value in SMALL.items() if field in known}, **drops, **OWN.get(model_type, {}))
+    fitting = {f: value for f, value in SMALL.items() if f in known and not isinstance(getattr(default, f, None), list | tuple)}
+    always = {"num_labels": 5, "decoder_start_token_id": 0}
+    config = kind(**{**always, **fitting, **drops, **OWN.get(model_type, {})})
     module = importlib.import_module(f"transformers.models.{kind.__module__.split('.')[-2]}")
     model_class: Any = getattr(transformers, name, None) or getattr(module, name)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in model_class(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size} parameters: its configuration has sizes of other names")
     model: nn.Module = model_class(config)
     return without_dropout(model.train())
 

@@ -1,4 +1,4 @@
-"""List models of torch.nn itself and of diffusers."""
+"""List models of torch.nn itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.entries import Entry, features, without_dropout
-from tests.zoo.vision import prepare
+from tests.zoo.entries import Entry, features
 
 WIDTH = 16
 SIZE = 16
@@ -40,6 +39,43 @@ class Recurrent(nn.Module):
         return self.layers[1](self.recurrent(self.layers[0](x))[0])
 
 
+class Bags(nn.Module):
+    """Bags of words, whose words are where the features of a row are largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(WIDTH, WIDTH, mode=mode) for mode in ("sum", "mean", "sum"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for bag in self.bags:
+            x = x + bag(x.argsort(-1)[..., :4].flatten(0, 1)).view(x.shape)
+        return x
+
+
+class Crossed(nn.Module):
+    """nn.TransformerDecoder, whose memory is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, 2, 32, 0.0, batch_first=True, norm_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(x, x.flip(1), tgt_is_causal=True, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
+
+
+class Paired(nn.Module):
+    """nn.Bilinear of what comes in with itself, and how alike the two are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.like, self.norm = nn.Bilinear(WIDTH, WIDTH, WIDTH), nn.CosineSimilarity(-1), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.pair(x, x.flip(1)))
+        return y + self.like(x, y)[..., None]
+
+
 class Both(nn.Module):
     """nn.Transformer, which takes two sequences."""
 
@@ -61,101 +97,63 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
-def plain() -> Iterator[Entry]:
-    """Yield models of torch.nn alone."""
-    row, image = features(6, WIDTH), features(WIDTH, 8, 8)
-
-    def blocks(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return partial(stacked, lambda: nn.Sequential(*(part() for part in parts)))
-
-    linear, convolution = partial(nn.Linear, WIDTH, WIDTH), partial(nn.Conv2d, WIDTH, WIDTH, 3, padding=1)
-    made: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-        "TransformerEncoder": (encoder, row),
-        "Transformer": (Both, row),
-        "MultiheadAttention": (partial(stacked, Attended), row),
-        "LSTM": (partial(Recurrent, nn.LSTM), row),
-        "GRU": (partial(Recurrent, nn.GRU), row),
-        "Linear, LayerNorm, GELU": (blocks(linear, partial(nn.LayerNorm, WIDTH), nn.GELU), row),
-        "Linear, RMSNorm, SiLU": (blocks(linear, partial(nn.RMSNorm, WIDTH), nn.SiLU), row),
-        "Conv2d, GroupNorm, ReLU": (blocks(convolution, partial(nn.GroupNorm, 4, WIDTH), nn.ReLU), image),
-        "Conv2d, InstanceNorm2d, Mish": (blocks(convolution, partial(nn.InstanceNorm2d, WIDTH), nn.Mish), image),
-        "Conv2d, BatchNorm2d, ReLU": (blocks(convolution, partial(nn.BatchNorm2d, WIDTH), nn.ReLU), image),
-        "Conv1d, PReLU": (blocks(partial(nn.Conv1d, 6, 6, 3, padding=1), nn.PReLU), row),
-        "ConvTranspose2d, ELU": (blocks(partial(nn.ConvTranspose2d, WIDTH, WIDTH, 3, padding=1), nn.ELU), image),
-    }
-    for name, (make, rows) in made.items():
-        yield Entry("torch.nn", name, make, rows)
+def blocks(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return the function that makes four blocks, each of these parts behind one another."""
+    return partial(stacked, lambda: nn.Sequential(*(part() for part in parts)))
 
 
-def diffusers_entries() -> Iterator[Entry]:
-    """Yield models that take noisy samples, times, and texts."""
-
-    def sample(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"sample": torch.randn(4, SIZE, SIZE, generator=generator), "timestep": torch.randint(99, (), generator=generator)}
-
-    def described(generator: torch.Generator, name: str = "sample") -> dict[str, torch.Tensor]:
-        found = sample(generator)
-        found[name] = found.pop("sample")
-        return {**found, "encoder_hidden_states": torch.randn(5, WIDTH, generator=generator)}
-
-    channels: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "norm_num_groups": 4}
-    two: dict[str, Any] = {**channels, "sample_size": SIZE, "block_out_channels": (8, 16), "layers_per_block": 1}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8}
-    yield diffused("UNet2DModel", sample, two | {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2})
-    conditioned = {
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    }
-    yield diffused("UNet2DConditionModel", described, two | conditioned | {"cross_attention_dim": WIDTH, "attention_head_dim": 4})
-    image = features(4, SIZE, SIZE)
-    decoded = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": 2}
-    yield diffused("VQModel", image, two | decoded)
-    tiny = {f"{side}_block_out_channels": (8, 8) for side in ("encoder", "decoder")}
-    tiny |= {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}
-    yield diffused("AutoencoderTiny", features(3, SIZE, SIZE), {**tiny, "latent_channels": 2, "upsampling_scaling_factor": 2})
-    patches: dict[str, Any] = {
-        **heads,
-        "num_layers": 2,
-        "sample_size": SIZE,
-        "patch_size": 4,
-        "in_channels": 4,
-        "out_channels": 4,
-    }
-
-    def labelled(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        found = sample(generator)
-        return {
-            "hidden_states": found["sample"],
-            "timestep": found["timestep"],
-            "class_labels": torch.randint(5, (), generator=generator),
-        }
-
-    yield diffused("DiTTransformer2DModel", labelled, patches | {"norm_num_groups": 4, "num_embeds_ada_norm": 100})
-
-    def pooled(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {**described(generator, "hidden_states"), "pooled_projections": torch.randn(WIDTH, generator=generator)}
-
-    joint = patches | {
-        "joint_attention_dim": WIDTH,
-        "caption_projection_dim": 16,
-        "pooled_projection_dim": WIDTH,
-        "pos_embed_max_size": 8,
-    }
-    yield diffused("SD3Transformer2DModel", pooled, joint)
-
-
-def diffused(name: str, row: Callable[[torch.Generator], Any], options: dict[str, Any]) -> Entry:
-    """Return an entry for a model of diffusers."""
-
-    def made() -> nn.Module:
-        prepare()
-        import diffusers
-
-        return without_dropout(getattr(diffusers, name)(**options).train())
-
-    return Entry("diffusers", name, made, row)
+ROW, IMAGE = features(6, WIDTH), features(WIDTH, 8, 8)
+LINEAR, CONVOLUTION = partial(nn.Linear, WIDTH, WIDTH), partial(nn.Conv2d, WIDTH, WIDTH, 3, padding=1)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "TransformerEncoder": (encoder, ROW),
+    "Transformer": (Both, ROW),
+    "MultiheadAttention": (partial(stacked, Attended), ROW),
+    "LSTM": (partial(Recurrent, nn.LSTM), ROW),
+    "GRU": (partial(Recurrent, nn.GRU), ROW),
+    "Linear, LayerNorm, GELU": (blocks(LINEAR, partial(nn.LayerNorm, WIDTH), nn.GELU), ROW),
+    "Linear, RMSNorm, SiLU": (blocks(LINEAR, partial(nn.RMSNorm, WIDTH), nn.SiLU), ROW),
+    "Conv2d, GroupNorm, ReLU": (blocks(CONVOLUTION, partial(nn.GroupNorm, 4, WIDTH), nn.ReLU), IMAGE),
+    "Conv2d, InstanceNorm2d, Mish": (blocks(CONVOLUTION, partial(nn.InstanceNorm2d, WIDTH), nn.Mish), IMAGE),
+    "Conv2d, BatchNorm2d, ReLU": (blocks(CONVOLUTION, partial(nn.BatchNorm2d, WIDTH), nn.ReLU), IMAGE),
+    "Conv1d, PReLU": (blocks(partial(nn.Conv1d, 6, 6, 3, padding=1), nn.PReLU), ROW),
+    "ConvTranspose2d, ELU": (blocks(partial(nn.ConvTranspose2d, WIDTH, WIDTH, 3, padding=1), nn.ELU), IMAGE),
+    "TransformerDecoder": (Crossed, ROW),
+    "RNN": (partial(Recurrent, nn.RNN), ROW),
+    "EmbeddingBag": (Bags, ROW),
+    "Bilinear, CosineSimilarity": (partial(stacked, Paired), ROW),
+    "Conv3d, AvgPool3d": (
+        blocks(partial(nn.Conv3d, 4, 4, 3, padding=1), partial(nn.AvgPool3d, 3, 1, 1)),
+        features(4, 4, 4, 4),
+    ),
+    "MaxPool2d, Upsample": (blocks(CONVOLUTION, partial(nn.MaxPool2d, 2), partial(nn.Upsample, scale_factor=2)), IMAGE),
+    "PixelUnshuffle, PixelShuffle": (
+        blocks(partial(nn.PixelUnshuffle, 2), partial(nn.Conv2d, 4 * WIDTH, 4 * WIDTH, 1), partial(nn.PixelShuffle, 2)),
+        IMAGE,
+    ),
+    "Conv2d with groups, ReflectionPad2d": (
+        blocks(partial(nn.ReflectionPad2d, 1), partial(nn.Conv2d, WIDTH, WIDTH, 3, groups=4)),
+        IMAGE,
+    ),
+    "Unfold, Fold": (
+        blocks(partial(nn.Unfold, 2, stride=2), partial(nn.Linear, 16, 16), partial(nn.Fold, (8, 8), 2, stride=2)),
+        IMAGE,
+    ),
+    "LocalResponseNorm, Hardswish": (blocks(CONVOLUTION, partial(nn.LocalResponseNorm, 3), nn.Hardswish), IMAGE),
+    "Linear, GLU": (blocks(partial(nn.Linear, WIDTH, 2 * WIDTH), nn.GLU), ROW),
+    "Linear, Softplus, LogSoftmax": (blocks(LINEAR, nn.Softplus, partial(nn.LogSoftmax, -1)), ROW),
+    "weight_norm": (blocks(lambda: nn.utils.parametrizations.weight_norm(LINEAR())), ROW),
+    "spectral_norm": (blocks(lambda: nn.utils.parametrizations.spectral_norm(LINEAR())), ROW),
+    "orthogonal": (blocks(lambda: nn.utils.parametrizations.orthogonal(LINEAR())), ROW),
+    "Conv1d, BatchNorm1d, Dropout": (
+        blocks(partial(nn.Conv1d, 6, 6, 3, padding=1), partial(nn.BatchNorm1d, 6), partial(nn.Dropout, 0.2)),
+        ROW,
+    ),
+    "AlphaDropout, SELU": (blocks(LINEAR, nn.SELU, partial(nn.AlphaDropout, 0.2)), ROW),
+}
+"""Name -> the function that makes a model, its rows."""
 
 
 def entries() -> Iterator[Entry]:
-    yield from plain()
-    yield from diffusers_entries()
+    """Yield blocks of one or a few kinds of modules, four of each behind one another."""
+    for name, (make, rows) in MODELS.items():
+        yield Entry("torch.nn", name, make, rows)

@@ -6,6 +6,7 @@ JSON, and a model that has one is not tried again, so that a run that is stopped
 
     python -m tests.zoo.run                       try what has no result yet, then write docs/models.md
     python -m tests.zoo.run transformers/gpt2     try these models (patterns are allowed), whether they have one or not
+    python -m tests.zoo.run --new 'timm/*'        of these, what has no result yet
     python -m tests.zoo.run --table               write the table only
 """
 
@@ -34,10 +35,10 @@ REPLICATED = 5
 """Of so many models, one is tried on two replicas as well."""
 
 PACKAGES = ("transformers", "diffusers", "peft", "timm", "accelerate")
-ALONE = ("torchvision==0.28.*",)
-"""What is installed without what it asks for, which is a torch of another build."""
+ALONE = ("torchvision==0.28.*", "torchtitan==0.2.2", "tensorboard", "absl-py", "pyarrow", "multiprocess", "dill", "xxhash")
+"""What is installed without what it asks for, which is a torch of another build or more than its models need."""
 LIBRARIES = ("transformers", "torchvision", "timm", "diffusers")
-LISTS = ("hugging_face", "vision", "others")
+LISTS = ("titan", "hugging_face", "vision", "diffusion", "others")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,15 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="patterns of LIBRARY/MODEL")
     parser.add_argument("--table", action="store_true", help="write the table only")
+    parser.add_argument("--new", action="store_true", help="of the patterns, only what has no result yet")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not options.table:
         if not options.inside:
-            return subprocess.run(
-                [installed(), "-m", "tests.zoo.run", "--inside", *options.models], cwd=ROOT, env=seen()
-            ).returncode
+            words = [*(["--new"] if options.new else []), *options.models]
+            return subprocess.run([installed(), "-m", "tests.zoo.run", "--inside", *words], cwd=ROOT, env=seen()).returncode
         HOME.mkdir(parents=True, exist_ok=True)
-        try_all(options.models)
+        try_all(options.models, again=bool(options.models) and not options.new)
     from tests.zoo.table import write_table
 
     write_table(results(), ROOT / "docs" / "models.md")
@@ -94,12 +95,12 @@ def results() -> list[dict[str, Any]]:
     return list({(line["model"], line["dp"]): line for line in lines}.values())
 
 
-def try_all(patterns: list[str]) -> None:
-    """Try the models that match, or those without a result; each result is written when it is there."""
+def try_all(patterns: list[str], *, again: bool) -> None:
+    """Try the models that match, those with a result `again` or not; each result is written when it is there."""
     from tests.zoo import judge
 
     judge.warm_up()
-    done = set() if patterns else {(line["model"], line["dp"]) for line in results()}
+    done = set() if again else {(line["model"], line["dp"]) for line in results()}
     for number, entry in enumerate(listed()):
         wanted = not patterns or any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
         for replicas in (1, 2) if number % REPLICATED == 0 else (1,):
