@@ -35,9 +35,9 @@ parameter. In Python this is `piper.compare(piper.why(a, cluster), piper.why(b, 
 
 `make gallery` (docs/why.py) writes this page.
 
-With `--out DIR` the page of the results has all of it as a section, and why.json the same for programs. The command
-`piper report A B` puts two such folders, or two runs, on one page beside each other: what differs, figures, stages,
-timelines on one axis, memory, losses.
+With `--out DIR` the page of the results has all of it as a section, and why.json the same for programs. The page of a
+run has it too, of what was predicted for this machine. The command `piper report A B` puts two such folders, or two
+runs, on one page beside each other: what differs, figures, stages, timelines on one axis, memory, losses.
 
 ## The critical path
 

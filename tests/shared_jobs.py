@@ -26,28 +26,39 @@ SIZES: dict[str, Any] = {
 """Models of the catalog; every other name is one of tests/models.py."""
 
 
+ROWS = 8
+"""A batch has so many rows, unless a test asks for another number."""
+
+
 @functools.cache
-def job(name: str) -> Job:
+def job(name: str, rows: int = ROWS) -> Job:
     """A job in float64 that trains with AdamW and clips."""
     if name in SIZES:
-        made = piper.models.job(SIZES[name], global_batch=8, precision="float64")
+        made = piper.models.job(SIZES[name], global_batch=rows, precision="float64")
         return replace(made, optimizer=adamw, clip_norm=0.5)
     captured(name)
-    return replace(job_of(Composition(name, optimizer="adamw", clip=0.5)), global_batch=8, seed=3)
+    return replace(job_of(Composition(name, optimizer="adamw", clip=0.5)), global_batch=rows, seed=3)
 
 
 @functools.cache
-def expected(name: str, replicas: int, microbatches: int, head: str) -> parity.Reference:
+def expected(name: str, replicas: int, microbatches: int, head: str, rows: int = ROWS) -> parity.Reference:
     """What one device computes."""
-    return parity.reference(job(name), replicas=replicas, microbatches=microbatches, head=head)
+    return parity.reference(job(name, rows), replicas=replicas, microbatches=microbatches, head=head)
 
 
 def compiled(
-    name: str, mesh: Mesh, directives: Sequence[Any], *, stream: str = "", keep: bool = False, cut: bool = False
+    name: str, mesh: Mesh, directives: Sequence[Any], *, stream: str = "", keep: bool = False, cut: bool = False, rows: int = ROWS
 ) -> Compiled:
     """A job whose chunks the devices along tp share, and further directives."""
     asked = piper.shard(piper.where(), stream=stream, keep=keep, cut=cut)
-    return piper.compile(job(name), Strategy(mesh, [asked, *directives]))
+    return piper.compile(job(name, rows), Strategy(mesh, [asked, *directives]))
+
+
+def in_twos(name: str, mesh: Mesh, directives: Sequence[Any]) -> Compiled:
+    """The job with batches of such a size that a microbatch has two rows: to run others all chunks are traced once more."""
+    strategy = Strategy(mesh, directives)
+    many = 8 * ROWS
+    return piper.compile(job(name, 2 * many // piper.compile(job(name, many), strategy).plan.rows), strategy)
 
 
 def run(made: Compiled, *, launcher: str = "inline", steps: int = parity.STEPS, **more: Any) -> Run:
@@ -57,5 +68,7 @@ def run(made: Compiled, *, launcher: str = "inline", steps: int = parity.STEPS, 
 
 def assert_equal(name: str, made: Compiled, found: Run) -> None:
     """A run is what one device computes."""
-    plan = made.plan
-    parity.assert_parity(found, expected(name, plan.replicas, plan.microbatches, plan.chunks[-1].id), label=f"{name} {plan.mesh}")
+    plan, job = made.plan, made.job
+    assert job is not None
+    one = expected(name, plan.replicas, plan.microbatches, plan.chunks[-1].id, job.global_batch)
+    parity.assert_parity(found, one, label=f"{name} {plan.mesh}")

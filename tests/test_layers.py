@@ -340,6 +340,12 @@ def test_help_of_the_command_is_lazy() -> None:
     assert not loaded_after(call) & HEAVY
 
 
+def test_a_list_of_recipes_needs_no_torch() -> None:
+    """Without a file; importing torch would take most of the command's time."""
+    call = "sys.argv = ['piper', 'recipes']; from piper.cli import main; sys.exit(main())"
+    assert not loaded_after(call) & {"torch", "optuna", "ray", "pandas", "matplotlib"}
+
+
 def test_importing_the_runtime_does_not_import_ray() -> None:
     assert "ray" not in loaded_after("import piper_runtime")
 

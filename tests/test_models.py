@@ -60,7 +60,7 @@ def test_model_flops_of_a_mixture_are_those_of_its_active_parameters() -> None:
     """Half of the numbers of experts: top 2 of 4, with as many places as are taken. The embedding counts, the field's way."""
     config = SMALL["moe"]
     assert isinstance(config, models.MoEConfig)
-    work = models.job(config, global_batch=4)
+    work = models.job(config, global_batch=4, precision="float64")
     plan = piper.compile(work, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))).plan
     experts = config.layers * config.experts * 3 * config.width * config.hidden
     active = models.parameter_count(config) - experts // 2
@@ -79,7 +79,8 @@ def test_counts_by_hand() -> None:
 
 def test_the_counts_of_a_program_are_those_of_the_module() -> None:
     for config in SMALL.values():
-        program = piper.compile(models.job(config, global_batch=2), piper.Strategy(piper.Mesh(pp=1), ())).program
+        work = models.job(config, global_batch=2, precision="float64")
+        program = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), ())).program
         assert sum(int(bind(p.spec.numel, 0)) for p in program.params) == models.parameter_count(config)
 
 
@@ -111,7 +112,7 @@ def test_a_preset_is_simulated_without_a_device() -> None:
 
 
 def test_jobs_of_equal_sizes_share_a_capture() -> None:
-    first, second = (models.job(replace(SMALL["llama"]), global_batch=n) for n in (4, 8))
+    first, second = (models.job(replace(SMALL["llama"]), global_batch=n, precision="float64") for n in (4, 8))
     assert first.model is second.model or first.model == second.model
     assert piper.compile(first, one()).code is piper.compile(second, one()).code
 
@@ -166,7 +167,9 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("width", "heads"), [(6_144, 64), (12_288, 96)], ids=["22B", "175B"])
+@pytest.mark.parametrize(
+    ("width", "heads"), [pytest.param(6_144, 64, id="22B"), pytest.param(12_288, 96, id="175B", marks=pytest.mark.long)]
+)
 def test_attention_written_out_saves_what_was_published(width: int, heads: int) -> None:
     """s b h (34 + 5 a s / h) bytes per layer: Korthikanti et al., arXiv 2205.05198, equation 2 and table 3."""
     length, config = 2_048, models.GPTConfig(layers=1, width=width, heads=heads, vocab=64, attention="math", dropout=0.1)

@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(layers=1, width=32, heads=8, kv_heads=4, hidden=48, vocab=V
 @cache
 def job() -> Job:
     """The first tokens have no target, and the second half of every second row has none."""
-    whole = piper.models.job(CONFIG, global_batch=4, precision="float64")
+    whole = piper.models.job(CONFIG, global_batch=2, precision="float64")
 
     def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         tokens, targets = whole.batch(step, rows)

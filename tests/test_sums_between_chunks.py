@@ -28,7 +28,7 @@ from tests.test_tensor_parallel import COMPOSED
 
 
 def cut(name: str, mesh: Mesh, *directives: Any) -> Any:
-    return shared_jobs.compiled(name, mesh, directives, cut=True)
+    return shared_jobs.in_twos(name, mesh, [piper.shard(where(), cut=True), *directives])
 
 
 def assert_right(name: str, made: Any, **more: Any) -> None:

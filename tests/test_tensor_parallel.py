@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import piper
 from piper import Mesh, recipes
+from piper.api.compiling import Compiled
 from piper_compiler import Strategy
 from piper_ir.errors import DirectiveError, PlanError
 from piper_ir.layout import DimPart
@@ -36,21 +38,27 @@ COMPOSED: dict[str, tuple[Mesh, list[Any]]] = {
 }
 
 
+def in_twos(name: str, mesh: Mesh, stream: str, directives: Sequence[Any] = ()) -> Compiled:
+    return shared_jobs.in_twos(name, mesh, [piper.shard(where(), stream=stream), *directives])
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("name", ["llama", "gpt", "gpt_dropout", "frozen", "keywords", "branches", "slices", "buffers"])
 def test_two_devices_are_one(name: str, stream: str) -> None:
     """Weights follow the heads and hidden elements that are shared; what has none is computed whole."""
-    made = shared_jobs.compiled(name, Mesh(tp=2), [], stream=stream)
+    made = in_twos(name, Mesh(tp=2), stream)
     found = shared_jobs.run(made)
     shared_jobs.assert_equal(name, made, found)
     assert not lies(made.plan, found.memory)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("tp", [4, 8])
+@pytest.mark.parametrize(
+    ("tp", "stream"),
+    [(4, ""), (8, "tokens"), pytest.param(4, "tokens", marks=pytest.mark.long), pytest.param(8, "", marks=pytest.mark.long)],
+)
 def test_fewer_heads_of_keys_than_devices(tp: int, stream: str) -> None:
     """Two heads of keys on eight devices: four devices share each, with the groups of its queries."""
-    made = shared_jobs.compiled("few_kv_heads", Mesh(tp=tp), [], stream=stream)
+    made = in_twos("few_kv_heads", Mesh(tp=tp), stream)
     found = shared_jobs.run(made)
     shared_jobs.assert_equal("few_kv_heads", made, found)
     assert not lies(made.plan, found.memory)
@@ -61,7 +69,7 @@ def test_fewer_heads_of_keys_than_devices(tp: int, stream: str) -> None:
 @pytest.mark.parametrize("composed", COMPOSED)
 def test_it_composes(composed: str, stream: str) -> None:
     mesh, directives = COMPOSED[composed]
-    made = shared_jobs.compiled("llama", mesh, directives, stream=stream)
+    made = in_twos("llama", mesh, stream, directives)
     found = shared_jobs.run(made)
     shared_jobs.assert_equal("llama", made, found)
     assert not lies(made.plan, found.memory)
@@ -112,9 +120,9 @@ def broken(made: Any, **changes: Any) -> Any:
 
 def test_a_wrong_layout_is_seen() -> None:
     """Without the outer factor the first device would have queries and half of the keys."""
-    made = broken(shared_jobs.compiled("gpt", Mesh(tp=2), []), layout=(DimPart("tp", 0),))
+    made = broken(in_twos("gpt", Mesh(tp=2), ""), layout=(DimPart("tp", 0),))
     found = shared_jobs.run(made)
-    wrong = parity.differences(parity.RunOutcome.of(found), shared_jobs.expected("gpt", 1, 1, made.plan.chunks[-1].id))
+    wrong = parity.differences(parity.RunOutcome.of(found), shared_jobs.expected("gpt", 1, 1, made.plan.chunks[-1].id, 2))
     assert any("qkv" in d.name for d in wrong)
 
 
@@ -146,7 +154,7 @@ def test_tokens_that_do_not_divide_are_named() -> None:
 
 def test_an_opaque_region_is_computed_whole() -> None:
     """With shared tokens it would lack some of them, and says so."""
-    made = shared_jobs.compiled("opaque", Mesh(tp=2), [])
+    made = in_twos("opaque", Mesh(tp=2), "")
     shared_jobs.assert_equal("opaque", made, shared_jobs.run(made))
     with pytest.raises(DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"):
         shared_jobs.compiled("opaque", Mesh(tp=2), [], stream="tokens")
@@ -167,20 +175,22 @@ SAVED: dict[str, tuple[Mesh, list[Any], str]] = {
 
 
 def saved_job(name: str) -> Any:
-    """How a strategy of `SAVED` is compiled; without shard for one device."""
+    """How a strategy of `SAVED` is compiled, for batches of two rows; without shard for one device."""
     mesh, directives, stream = SAVED[name]
     if mesh.size("tp") == 1:
-        return piper.compile(shared_jobs.job("gpt"), Strategy(mesh, directives))
-    return shared_jobs.compiled("gpt", mesh, directives, stream=stream)
+        return piper.compile(shared_jobs.job("gpt", 2), Strategy(mesh, directives))
+    return shared_jobs.compiled("gpt", mesh, directives, stream=stream, rows=2)
 
 
-def test_checkpoints_know_no_devices(tmp_path: Path) -> None:
-    """Fused weights too: each strategy goes on from the checkpoints of all others."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_checkpoints_know_no_devices(every: bool, tmp_path: Path) -> None:
+    """Fused weights too: each strategy goes on from the checkpoint of the next one, or of all others."""
     plans = {name: saved_job(name) for name in SAVED}
     whole = {n: shared_jobs.run(made, checkpoint=Checkpoints(tmp_path / n, every=2)) for n, made in plans.items()}
     wanted = whole["one device"].state_dict()
+    following = dict(zip(SAVED, [*SAVED][1:] + [*SAVED][:1], strict=True))
     for name, made in plans.items():
-        for other in SAVED:
+        for other in SAVED if every else [following[name]]:
             found = shared_jobs.run(made, steps=1, resume=tmp_path / other / "step-00000002")
             assert found.losses == pytest.approx(whole["one device"].losses[2:], rel=1e-9)
             for key, tensor in found.state_dict().items():

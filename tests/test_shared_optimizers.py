@@ -1,0 +1,101 @@
+"""Declared optimizers, and several by parameter, where devices share chunks, experts or states: one device, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from piper import ANY, Mesh, recipes, where
+from piper.api.reference import RunOutcome, differences, reference
+from piper_ir.errors import CompileError
+from piper_runtime.rank import optimizer_kinds
+from tests import shared_jobs
+from tests.test_own_optimizers import AdamW, Lion, Trust, batch, made
+
+HEADS = piper.shard(where(), over="tp")
+EXPERTS = piper.shard(where(experts=ANY), over="ep", index="experts", stream="rows")
+PIPELINE = recipes.one_f_one_b(pp=2, microbatches=2)
+
+
+class Wide(nn.Module):
+    """Layers whose hidden elements two devices share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_kinds, "_elementwise", {Lion})
+    monkeypatch.setattr(optimizer_kinds, "_per_parameter", {Trust})
+
+
+def muon(lr: float = 0.05) -> Any:
+    return made(torch.optim.Muon, lr=lr)
+
+
+ADAMW = made(AdamW, lr=0.01)
+LION_AND_ADAMW = {"*0.weight": made(Lion), "*": ADAMW}
+
+
+def job(optimizer: Any) -> piper.Job:
+    precision = piper.Precision(params="float64")
+    return piper.Job(Wide, batch, nn.functional.mse_loss, optimizer, global_batch=8, precision=precision, clip_norm=0.1)
+
+
+def check(of: piper.Job, mesh: Mesh, *directives: Any) -> None:
+    """Train by a plan and by plain PyTorch; compare numbers to 1e-9, and measured with planned memory to the byte."""
+    made_of = piper.compile(of, piper.Strategy(mesh, directives))
+    plan = made_of.plan
+    run = piper.execute(made_of, steps=3, launcher="inline", gradients=True)
+    assert not differences(RunOutcome.of(run), reference(of, replicas=plan.replicas, microbatches=plan.microbatches, steps=3))
+    assert run.peak_bytes == {rank: plan.role_of(rank).peak_bytes for rank in range(plan.mesh.world)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("optimizer", [made(Lion), LION_AND_ADAMW], ids=["Lion", "Lion and AdamW"])
+def test_elementwise_optimizers_take_parts_of_parameters(optimizer: Any, zero: int) -> None:
+    replicas = recipes.data_parallel(zero=zero) if zero else ()
+    mesh = Mesh(pp=2, dp=2, tp=2) if zero else Mesh(pp=2, tp=2)
+    check(job(optimizer), mesh, HEADS, *PIPELINE, *replicas)
+
+
+@pytest.mark.parametrize(("optimizer", "kind"), [({"*.weight": muon(), "*": ADAMW}, "Muon"), (made(Trust), "Trust")])
+def test_whole_parameters_are_not_taken_apart(optimizer: Any, kind: str) -> None:
+    said = rf"a part of parameter 'layers.0.0.weight' \(by shard\), and {kind} works on whole parameters here; .*leave shard out"
+    with pytest.raises(CompileError, match=said):
+        piper.compile(job(optimizer), piper.Strategy(Mesh(pp=2, tp=2), (HEADS, *PIPELINE)))
+
+
+def test_what_stays_whole_may_have_an_optimizer_of_matrices() -> None:
+    optimizer = {"layers.1.*.weight": muon(), "*": ADAMW}
+    one = piper.shard(where(), over="tp", index="layers.0.0.weight:0")
+    check(job(optimizer), Mesh(tp=2), one, piper.split(where(), microbatches=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("optimizer", [made(Lion), {"*feed_forward*": made(Lion), "*": ADAMW}], ids=["Lion", "Lion and AdamW"])
+def test_elementwise_optimizers_beside_shared_experts(optimizer: Any, zero: int) -> None:
+    of = replace(shared_jobs.job("experts"), optimizer=optimizer)
+    check(of, Mesh(dp=2, ep=2), EXPERTS, *recipes.data_parallel(over=("dp", "ep"), zero=zero))
+
+
+@pytest.mark.long
+def test_matrices_beside_shared_experts_have_an_optimizer_of_their_own() -> None:
+    of = replace(shared_jobs.job("experts"), optimizer={"*attention*": muon(), "*": ADAMW})
+    check(of, Mesh(pp=2, ep=2), EXPERTS, *PIPELINE, *recipes.data_parallel(over=("ep",)))
+    with pytest.raises(CompileError, match=r"a part of parameter 'layers.0.feed_forward.gate' .* Trust works on whole"):
+        other = replace(of, optimizer={"*feed_forward*": made(Trust), "*": ADAMW})
+        piper.compile(other, piper.Strategy(Mesh(ep=2), (EXPERTS, *recipes.data_parallel(over=("ep",)))))
