@@ -44,7 +44,7 @@ REFUSED = {
         "runs by autograd as it is; a further loss is added to the loss of the job.",
     ),
 }
-"""Parts of Dynamo's text -> what is wrong, and what to do."""
+"""The parts of Dynamo's text -> what is wrong, and what to do."""
 
 
 @contextmanager
