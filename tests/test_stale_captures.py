@@ -139,7 +139,7 @@ def write(home: Path, files: dict[str, str], number: int) -> None:
 
 
 def content(home: Path, files: dict[str, str], number: int) -> object:
-    """What the job's capture depends on, as a process of its own says it."""
+    """Return what the job's capture depends on, as a process of its own says it."""
     write(home, files, number)
     with modules_apart(home):
         torch.manual_seed(0)
