@@ -215,7 +215,7 @@ def test_a_region_by_hand_is_left_as_it_is() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [Mixture, LSTM], ids=["mixture", "lstm"])
 def test_memory_is_that_of_the_plan(kind: Callable[[], nn.Module]) -> None:
-    """To the byte for a recurrent layer; nearly so for a mixture, whose experts have other tokens in the run."""
+    """A recurrent layer's is equal to the byte; a mixture's nearly so, whose experts have other tokens in the run."""
     found = compiled(job(kind, kind), ALONE)
     codes = {found.program.chunk(f"layer{k}_opaque1").code for k in (0, 1)}
     assert len(codes) == 1, "equal modules share their code"
