@@ -182,3 +182,11 @@ def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tens
     given = back.view(-1, back.shape[2]).split_with_sizes([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
     _copied(into[1::3], given[::2], [gap for k, gap in enumerate(into) if k % 3 != 1])
     return out
+
+
+def add_home(back: Tensor, sizes: Sequence[tuple[int, int, int]], total: Tensor) -> None:
+    """Add rows to those of `total` where they were sent from."""
+    into = total.split_with_sizes(_at_home(sizes, total.shape[0]))[1::3]
+    for part, came, (_, size, _) in zip(into, back, sizes, strict=True):
+        if size:
+            part += came[:size]
