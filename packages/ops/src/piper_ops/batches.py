@@ -36,8 +36,8 @@ def is_shared(tensor: Tensor, name: str, patterns: tuple[str, ...]) -> bool:
 def batch_pair(result: object) -> tuple[Any, Any] | None:
     """Return what a batch function returned as (inputs, targets), with plain dicts for mappings of other kinds.
 
-    A mapping or a dataclass alone is the inputs, without targets. None for what is neither that nor a pair. The class of
-    a dataclass is registered, so that torch finds the tensors in it.
+    A mapping or a dataclass alone is the inputs, without targets. None for what is neither that nor a pair. The class
+    of a dataclass is registered, so that torch finds the tensors in it.
     """
     if isinstance(result, tuple) and len(result) == 2:
         return _plain(result[0]), _plain(result[1])
