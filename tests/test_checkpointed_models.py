@@ -77,6 +77,31 @@ class Selective(Inner):
         return x + checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]  # as above
 
 
+class Normed(nn.Module):
+    """Plain PyTorch brings running averages nearer to a microbatch in the forward, and once more in the backward."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, LENGTH), nn.BatchNorm1d(LENGTH, momentum=0.3), nn.Linear(LENGTH, WIDTH))
+        self.inner.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]  # as above
+
+
+class Averaging(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def inside(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9)
+        return x - self.average
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]  # as above
+
+
 class Net(nn.Module):
     def __init__(self, *blocks: Callable[[], nn.Module], embed: bool = True) -> None:
         super().__init__()
@@ -168,3 +193,17 @@ def test_without_the_default_everything_is_kept(monkeypatch: pytest.MonkeyPatch)
 def test_what_trains_something_else_is_refused(made: piper.Job, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         piper.compile(made, BOTH)
+
+
+def test_running_averages_move_twice_as_in_plain_pytorch() -> None:
+    """Not so without a backward: the first layer is frozen, and gets the batch."""
+    model = partial(Net, partial(Normed, trained=False), Normed, embed=False)
+    made = piper.Job(model, batch, F.cross_entropy, sgd, ROWS, batch_norm="microbatch")
+    report = verify_strategy(made, BOTH, steps=2)
+    assert report.equal, report.text()
+
+
+def test_other_changes_of_buffers_are_refused_with_their_line() -> None:
+    line = Averaging.inside.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"checkpointed_models.py:{line} .*does twice.*Change it outside of the checkpointed"):
+        piper.compile(piper.Job(partial(Net, Averaging), batch, F.cross_entropy, sgd, ROWS), BOTH)
