@@ -45,8 +45,8 @@ def evaluation_notice(job: Job | None) -> str:
     batches = job.evaluated.eval_batches
     many = f"{batches} global batch{'es' if batches != 1 else ''} of {job.global_batch} rows"
     return (
-        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this strategy, on the ranks that train. "
-        "Predictions of a step are without it"
+        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this strategy, on the "
+        "ranks that train. Predictions of a step are without it"
     )
 
 
