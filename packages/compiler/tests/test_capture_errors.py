@@ -227,7 +227,7 @@ def test_losses_of_the_wrong_kind(loss: Any, pattern: str) -> None:
         (lambda rows: torch.ones(4), "must return a pair"),
         (lambda rows: (torch.ones(3, 4), torch.ones(2)), r"inputs has shape \(3, 4\) for 2 rows"),
         (lambda rows: (torch.ones(2, 4), {"n": b"3"}), "targets.n is a bytes"),
-        (lambda rows: ([torch.ones(2, 4)], torch.ones(2)), r"type list; inputs: a Tensor, tuple \(positional\) or dict"),
+        (lambda rows: ([torch.ones(2, 4)], torch.ones(2)), r"type list; inputs: a Tensor, tuple \(positional\), dict"),
         (lambda rows: {}["x"], r"batch\(rows=range\(0, 2\)\) raised KeyError: 'x' \(.*test_capture_errors.py:\d+\)"),
     ],
 )

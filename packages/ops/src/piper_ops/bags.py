@@ -30,7 +30,8 @@ class _Last:
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
-        self._version, self._order = 0, np.empty(0)
+        self._version = 0
+        self._order: npt.NDArray[np.generic] = np.empty(0)
 
     def get(self, chosen: Tensor) -> npt.NDArray[np.generic] | None:
         """Return the order of choices, if these are the last ones and were not written since."""

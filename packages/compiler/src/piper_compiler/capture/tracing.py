@@ -158,7 +158,7 @@ def _taken(found: Sequence[Untraceable], regions: AutomaticRegions, modules: Map
             regions.take_opaque(module, line_of(cause.node), cause.text)
         elif not cause.recurrent:
             why = regions.take_written(module, line_of(cause.node), cause.text)
-            if why and cause.takes_functions:
+            if why and cause.as_it_is:
                 raise cause.refusal(why)
             if not why:
                 return True
