@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
+from piper_runtime.launch.attempts import busy_note
+from piper_runtime.launch.report import RankReport
 from piper_runtime.profile import device_clocks
 from piper_runtime.profile.device_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
 from piper_runtime.profile.measure_messages import BLOCK_BYTES, ISSUE_S, Messages, block_length
@@ -178,3 +180,11 @@ def test_waits_for_a_core_are_what_a_thread_did_not_compute(crowded_core: None) 
     assert after - before > 0.03, "the other process had its turns"
     assert took - (after - before) == pytest.approx(computed, abs=0.02)
     assert after_of_all - before_of_all > 0.03
+
+
+def test_a_run_says_when_its_ranks_waited_for_cores() -> None:
+    """Steps of the warm-up do not count, and little is not worth a word."""
+    reports = {rank: RankReport(core_s=[9.0, 9.0, 9.0, s, s, 10 * s], threads_s=4 * s) for rank, s in enumerate((0.02, 0.03))}
+    (said,) = busy_note(reports, 0.2).values()
+    assert "ranks waited 20 ms to 30 ms for a core" in said and "up to 120 ms" in said
+    assert busy_note(reports, 0.4) == busy_note(reports, None) == busy_note({0: RankReport()}, 0.2) == {}
