@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from piper_ir.plan import COMPUTE
 from piper_ir.tools import size_text, time_text
-from piper_ir.trace import BUSY_MACHINE, Span, Trace
+from piper_ir.trace import Span, Trace
+from piper_report.idle import busy_note
 
 ABSENT = "-"
 FIRST_STEP = "first step, alone"
@@ -153,7 +154,7 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -
         *_verdict(s),
         *_warm_up(measured),
         *_traced(measured, bool(did)),
-        *_busy(measured),
+        *busy_note(measured.trace),
         *far_from_measured(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
         *_warnings(s),
@@ -187,12 +188,6 @@ def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
     if not traced or not measured.step_s:
         return ()
     return (f"compute is of the last step, the one that was traced, which took {time_text(measured.step_s[-1])}",)
-
-
-def _busy(measured: MeasuredRun) -> tuple[str, ...]:
-    """Return what the run says of a machine on which ranks did not have cores of their own."""
-    note = measured.trace.notes.get(BUSY_MACHINE)
-    return (f"{BUSY_MACHINE}: {note}",) if note else ()
 
 
 def _warnings(summary: Mapping[str, Any]) -> tuple[str, ...]:
