@@ -61,7 +61,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
     "falcon": {"new_decoder_architecture": False},
-    "deepseek_v3": {"head_dim": 4},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), {"head_dim": 4, "num_key_value_heads": 4}),
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
     **{key: {"vision_config": SEEN, "text_config": SEEN} for key in ("siglip", "clip")},
@@ -103,18 +103,14 @@ def entries() -> Iterator[Entry]:
         yield Entry("transformers", model_type, partial(made, model_type, name), row_of(kind), own_loss=True)
 
 
-def made(model_type: str, name: str) -> nn.Module:
-    """Return a shrunken model with random weights, as `AutoModel.from_config` makes it."""
+def made(model_type: str, name: str, **more: Any) -> nn.Module:
+    """Return a shrunken model with random weights, as `AutoModel.from_config` makes it, with `more` fields."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[model_type]
-    default = kind()
-    known = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
-    drops = {field: 0.0 for field in known if "drop" in field and isinstance(getattr(default, field, None), float)}
-    fitting = {f: value for f, value in SMALL.items() if f in known and not isinstance(getattr(default, f, None), list | tuple)}
-    always = {"num_labels": 5, "decoder_start_token_id": 0}
-    config = kind(**{**always, **fitting, **drops, **OWN.get(model_type, {})})
+    config = kind(**{"num_labels": 5, "decoder_start_token_id": 0, **shrunk(kind()), **OWN.get(model_type, {}), **more})
+    config._experts_implementation = "eager"  # the grouped kernels know no float64
     module = importlib.import_module(f"transformers.models.{kind.__module__.split('.')[-2]}")
     model_class: Any = getattr(transformers, name, None) or getattr(module, name)
     with torch.device("meta"):
@@ -123,6 +119,20 @@ def made(model_type: str, name: str) -> nn.Module:
         raise ValueError(f"{size} parameters: its configuration has sizes of other names")
     model: nn.Module = model_class(config)
     return without_dropout(model.train())
+
+
+def shrunk(default: Any) -> dict[str, Any]:
+    """Return small values for the fields of a configuration, and of the configurations in it."""
+    values: dict[str, Any] = {}
+    for field in {**default.to_dict(), **getattr(default, "attribute_map", {})}:
+        value = getattr(default, field, None)
+        if hasattr(value, "to_dict"):
+            values[field] = {**shrunk(value), **OWN.get(value.model_type, {}), "model_type": value.model_type}
+        elif "drop" in field and isinstance(value, float):
+            values[field] = 0.0
+        elif field in SMALL and not isinstance(value, list | tuple):
+            values[field] = SMALL[field]
+    return values
 
 
 def pretrained() -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from piper_compiler.capture import _torch
 from piper_compiler.capture._torch_blocks import attention_modules_traced
 from piper_compiler.capture._torch_failing import failing_module
+from piper_compiler.capture._torch_locks import LockedCalls
 from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.autocast import write_casts
 from piper_compiler.capture.automatic import AutomaticRegions, Untraceable, causes, module_of
@@ -129,14 +130,19 @@ def followed(
     metrics: OutputMetrics = NONE,
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
+    locked = LockedCalls()
     while True:
         recorder = Recorder({id(t) for t in example.rows.values()})
         try:
-            with statements.running():
+            with statements.running(), locked.noted():
                 result = _run(recorder, model, loss, example, regions, metrics)
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
+            continue
+        except CaptureError:
+            if not locked.make():
+                raise
             continue
         graph = recorder.graph_module().graph
         if not _taken(list(causes(graph, lambda node: is_opaque(node, modules))), regions, modules):
