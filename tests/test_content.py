@@ -16,6 +16,7 @@ from datetime import datetime
 from decimal import Decimal
 from enum import Enum
 from functools import cache, partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +214,11 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Pat
         "import threading\nDEPTH = 2\nLOCK = threading.Lock()\n"
         "class Net:\n    def __init__(self):\n        with LOCK:\n            self.depth = DEPTH\n"
     )
-    monkeypatch.syspath_prepend(home)
-    import piper_test_installed as installed  # type: ignore[import-not-found]  # made above
-
+    spec = spec_from_file_location("piper_test_installed", home / "piper_test_installed.py")
+    assert spec is not None and spec.loader is not None
+    installed = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, installed)  # until the end of this test: nothing is kept beside new packages
+    spec.loader.exec_module(installed)
     before = content_of(installed.Net)
     assert before is not None
     installed.LOCK = threading.Lock()

@@ -124,6 +124,53 @@ def right(output: Any, targets: torch.Tensor) -> torch.Tensor:
     return (output.argmax(-1) == targets).double().mean()
 
 
+class Noise(torch.nn.Module):
+    """A net of one weight, whose output is noise in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(CLASSES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight + torch.rand(x.shape[0], CLASSES)
+
+
+def mean(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def test_each_batch_of_an_evaluation_draws_numbers_of_its_own() -> None:
+    one = job(model=Noise, metrics={"mean": mean}, eval_every=1)
+    found = [
+        piper.execute(
+            piper.compile(dataclasses.replace(one, eval_batches=batches), piper.Strategy(piper.Mesh(), ())),
+            steps=1,
+            launcher="inline",
+        ).evaluations[0]["mean"]
+        for batches in (1, 2)
+    ]
+    assert abs(found[0] - found[1]) > 1e-6
+
+
+def failing(step: int, rows: range) -> Any:
+    x, y = rows_of(step, rows)
+    return (x, y) if step == 0 else (x[:1], y[:1])
+
+
+def test_an_error_says_that_it_is_of_an_evaluation() -> None:
+    compiled = piper.compile(job(eval_data=failing), piper.Strategy(piper.Mesh(), ()))
+    with pytest.raises(JobError, match=r"in an evaluation, batch 1: Job.eval_data\(step=1, .* of shape \(1, 16\)"):
+        piper.execute(compiled, steps=2, launcher="inline")
+
+
+def test_modules_are_metrics_of_outputs() -> None:
+    """The call of a module accepts anything, so that it would be taken for a function of the loss."""
+    one = job(metrics={"cross": torch.nn.CrossEntropyLoss()})
+    run = piper.execute(piper.compile(one, piper.Strategy(piper.Mesh(), ())), steps=2, launcher="inline")
+    assert run.metrics[1]["cross"] == pytest.approx(run.losses[1])
+    assert run.evaluations[1]["cross"] == pytest.approx(run.evaluations[1]["loss"])
+
+
 @pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.long)])
 def test_processes_find_what_one_process_finds(launcher: str) -> None:
     mesh, directives = STRATEGIES["1F1B and dp"]
@@ -179,6 +226,8 @@ DATA = torch.utils.data.TensorDataset(*rows_of(7, range(8)))
         (dict(eval_every=0), "an integer of at least 1"),
         (dict(eval_batches=True), "an integer of at least 1"),
         (dict(eval_batches=None), "the length of a batch function is not known; give eval_batches"),
+        (dict(eval_data=iter([]), eval_batches=None), "got a list_iterator, which has no samples by number; .* batch function"),
+        (dict(metrics={"loss": mean}), "'loss', the name of something that is logged"),
         (dict(metrics={"f1": lambda a, b, c: a}), r"f1\(loss\) or f1\(output, targets\)"),
     ],
 )

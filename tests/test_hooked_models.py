@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ class Features(nn.Module):
         return x + self.head(torch.cat([self.taken["0"], self.taken["1"]], -1))
 
 
+class Held(nn.Module):
+    """Functions that refer to their model, in a partial and in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+        self.layers[0].register_forward_hook(partial(lambda factor, module, inputs, output: output * self.scale * factor, 2.0))
+        self.steps = [lambda x: x * self.scale, {"last": (lambda x: self.head(x),)}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        first, rest = self.steps
+        return rest["last"][0](first(x))  # type: ignore[operator,index,no-any-return]  # a list of both kinds
+
+
 class Clamped(nn.Module):
     """A backward that is not linear in the gradient that it gets."""
 
@@ -74,7 +92,7 @@ def job(model: type[nn.Module]) -> piper.Job:
     return piper.Job(model, batch, F.mse_loss, sgd, global_batch=12)
 
 
-@pytest.mark.parametrize("model", [Features, Clamped])
+@pytest.mark.parametrize("model", [Features, Held, Clamped])
 def test_equal_to_one_device(model: type[nn.Module]) -> None:
     """A plan gives each microbatch its share of the loss, as `(loss / microbatches).backward()` does."""
     report = verify_strategy(job(model), TWO, steps=2)

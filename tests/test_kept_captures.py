@@ -64,6 +64,7 @@ def counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
     found = Mock(wraps=capturing._capture)
     monkeypatch.setattr(capturing, "_capture", found)
     monkeypatch.setattr(kept_captures, "_FILES", {})
+    monkeypatch.setattr(installed, "_installed", list)  # packages that other tests have written and loaded do not count
     forget_all(monkeypatch)
     return found
 

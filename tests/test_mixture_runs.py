@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import piper
 from piper import Mesh, models, recipes
@@ -19,10 +21,13 @@ from piper.models.moe import Experts
 from piper_ir.errors import JobError, PlanError
 from piper_ir.expert_tokens import counts_tokens, experts_of
 from piper_ir.ops import Compute
+from piper_ops import grouped_mm, route, unroute
+from piper_report import load
 from piper_report.results import _metrics
+from piper_report.tables import expert_sheet
 from piper_runtime.rank.rank_state import RankState
 from piper_simulator import DeviceModel, Zipf, load_cluster, simulate
-from tests import parity
+from tests import parity, steered
 from tests.compositions import adamw
 
 CONFIG = models.MoEConfig(
@@ -115,6 +120,68 @@ def test_a_dropless_mixture_is_counted_and_nothing_overflows() -> None:
     for of, bounded in zip(found[0].values(), alone()[0].values(), strict=True):
         assert sum(of["tokens"]) == 128 and of["mean"] == 32 and of["max"] == max(of["tokens"]) > 32
         assert of["overflow"] == 0 < bounded["overflow"]
+
+
+class Picking(nn.Module):
+    """Layers of experts that a token chooses by what the batch says of it, and that count their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(steered.WIDTH, steered.WIDTH)
+        self.layers = nn.ModuleList(Counted(layer) for layer in range(2))
+
+    def forward(self, given: Tensor) -> Tensor:
+        x = self.first(given)
+        for layer in self.layers:
+            x = layer(x, given)
+        return x
+
+
+class Counted(steered.Steered):
+    expert_tokens: Tensor
+
+    def __init__(self, layer: int) -> None:
+        super().__init__((8, 8, 8, 8))
+        self.layer = layer
+        self.register_buffer("expert_tokens", torch.zeros(2 * steered.EXPERTS, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        tokens, chosen = x.flatten(0, 1), picks(given, self.layer).flatten(0, 1)
+        chose = (chosen.flatten().unsqueeze(-1) == torch.arange(steered.EXPERTS, device=x.device)).sum(0)
+        self.expert_tokens = torch.cat((chose, torch.zeros_like(chose)))
+        with piper.region(experts=0):
+            rows, counts = route(tokens, chosen, steered.EXPERTS)
+            made = grouped_mm(grouped_mm(rows, counts, self.up).tanh(), counts, self.down)
+            y = unroute(made, chosen, self.router(tokens)[:, : steered.TOP])
+        return x + y.view_as(x)
+
+
+def picks(given: Tensor, layer: int) -> Tensor:
+    """Two experts [rows, T, 2] of each token: more often some of them, in each layer others."""
+    return ((given[..., :2].abs() * 4).long() + 3 * layer) % steered.EXPERTS
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path: Path) -> None:
+    """A device sends each other one at most 0.9 times the mean of a microbatch: 15 of 32 choices of each of two rows."""
+    microbatches, slot = 2, 2 * math.ceil(0.9 * 32 / 2)
+    again = [piper.recompute(piper.where(), keep="inputs")] * recomputed
+    shared = piper.shard(piper.where(experts=piper.ANY), over="ep", index="experts", stream="rows", bound=0.9, overflow="drop")
+    split = piper.split(piper.where(), microbatches=microbatches)
+    exact = piper.Precision(params="float64")
+    work = piper.Job(Picking, steered.batch, F.mse_loss, adamw, global_batch=8, precision=exact, tokens_per_row=steered.TOKENS)
+    made = piper.compile(work, piper.Strategy(Mesh(ep=2), [shared, split, *again, *recipes.data_parallel(over=("ep",))]))
+    piper.execute(made, steps=2, launcher="inline", folder=tmp_path)
+    for step, line in enumerate(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())):
+        given, dropped = steered.batch(step, range(8))[0], []
+        for layer in range(2):
+            devices = picks(given, layer).flatten(1) // (steered.EXPERTS // 2)
+            sent = torch.stack([(devices == d).sum(1) for d in range(2)]).view(2, -1, 2).sum(-1)
+            dropped.append(int((sent - slot).clamp(min=0).sum()))
+        assert [of["dropped"] for of in line["experts"].values()] == dropped and min(dropped) > 0, sent
+        assert all(sum(of["tokens"]) == 8 * 32 and not of["overflow"] for of in line["experts"].values())
+    found = expert_sheet(load(tmp_path))
+    assert found is not None and [*found.frame["dropped"]] == dropped and "rows without a place" in str(found.table)
 
 
 def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:

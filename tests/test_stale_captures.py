@@ -252,3 +252,9 @@ def test_what_an_installed_package_depends_on_is_the_same_or_seen(
 def test_nothing_is_kept_where_a_loaded_file_is_newer_than_the_process(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert installed_state({}) is None
+
+
+def test_compiled_functions_of_an_installed_package_are_not_the_users() -> None:
+    """Optuna's storages hold classes of sqlalchemy, whose methods Cython compiled: a search with a file keeps captures, too."""
+    importlib.import_module("optuna.storages._rdb.models")
+    assert settings(["optuna.storages._rdb.models"])

@@ -12,8 +12,23 @@ import pytest
 import piper_runtime.launch.watch
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
+from piper_ir.plan import COMPUTE
 from piper_runtime.checkpoint.rank_file import SaveDone
-from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LOADING, PHASE, RUNNING, SAVING, STEP, WAITING
+from piper_runtime.engine.streams import (
+    EVALUATES,
+    FIRST_STREAM,
+    HEART_SLOTS,
+    ISSUED,
+    LAST_STEP,
+    LOADING,
+    MOST_STREAMS,
+    PHASE,
+    RUNNING,
+    SAVING,
+    STEP,
+    WAITING,
+    CpuStreams,
+)
 from piper_runtime.launch.environment import check_environments, environment
 from piper_runtime.launch.progress import Progress
 from piper_runtime.launch.protocol import Failure
@@ -188,3 +203,18 @@ def test_nodes_that_differ_are_named_with_both_versions() -> None:
     check_environments(ours, "here", {"node a": dict(ours)})
     with pytest.raises(ExecutionError, match=rf"node b has torch 1\.0, here has {re.escape(ours['torch'])}; node b has NCCL 9"):
         check_environments(ours, "here", {"node a": dict(ours), "node b": {**ours, "torch": "1.0", "NCCL": "9"}})
+
+
+def test_a_rank_that_evaluates_is_named_so_and_its_streams_are_of_another_plan() -> None:
+    evaluating = heart(4, 7, RUNNING, 10_000)
+    evaluating[EVALUATES] = 1
+    error = watch([], evaluating, heart())._hung([0, 1])
+    assert "rank 0 on node n0 was evaluating after step 4" in str(error)
+    assert "  was evaluating after step 4" in error.report
+
+
+def test_no_stream_has_a_slot_of_another_meaning() -> None:
+    slots = [0] * HEART_SLOTS
+    streams = CpuStreams([COMPUTE, *(f"comm{k}" for k in range(MOST_STREAMS - 1))], slots)
+    places = {name: progress.place for name, progress in streams._progress.items() if name != COMPUTE}
+    assert min(places.values()) == FIRST_STREAM and max(places.values()) + 1 == EVALUATES == LAST_STEP - 1

@@ -41,6 +41,8 @@ def _home_of_value(value: object) -> str:
         return home_of(value.__globals__.get("__name__"))
     if isinstance(value, types.ModuleType):
         return "known"
+    if type(value).__name__ == "cython_function_or_method":  # Cython's, whose module has no file
+        return home_of(value.__module__)
     return home_of(value.__module__ if isinstance(value, type) else type(value).__module__)
 
 

@@ -83,9 +83,11 @@ class StepMetrics:
         return {f"learning_rate/{group}": rate for group, rate in enumerate(self.learning_rates)}
 
     def _loads(self) -> dict[str, float]:
-        """Return the tokens of the fullest expert over the mean, and those without a place, by module of experts."""
+        """Return the load by module of experts: the fullest over the mean, tokens without a place, and dropped rows."""
         loads = {f"experts/{name}/max over mean": of["max"] / of["mean"] for name, of in self.experts.items() if of["mean"]}
-        return loads | {f"experts/{name}/overflow": float(of["overflow"]) for name, of in self.experts.items()}
+        for kind in ("overflow", "dropped"):
+            loads |= {f"experts/{name}/{kind}": float(of[kind]) for name, of in self.experts.items() if kind in of}
+        return loads
 
 
 class MetricsWriter(Protocol):

@@ -11,6 +11,8 @@ EXPERT_TOKENS = "expert_tokens"
 The first half says how many tokens chose each expert, the second how many of them it had no place for. A rank adds the
 counts of a step's microbatches, and hands them on when the step is over. Nothing else may read the buffer.
 """
+DROPPED_ROWS = "dropped_rows"
+"""The name, beside such a buffer, under which a rank hands on how many rows its devices had no places for."""
 
 
 def counts_tokens(buffer: str) -> bool:
@@ -21,14 +23,20 @@ def counts_tokens(buffer: str) -> bool:
 def experts_of(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[str, Any]]:
     """Return the load of experts by module, from the buffers of all ranks by name.
 
-    `tokens` is of each expert, `mean` and `max` over them, and `overflow` counts the tokens without a place.
+    `tokens` is of each expert, `mean` and `max` over them, and `overflow` counts the tokens without a place. `dropped`
+    counts the rows that were left out for want of places on a device, where ranks hand that on.
     """
     summed: dict[str, list[int]] = {}
+    dropped: dict[str, int] = {}
     for of_rank in counts:
         for name, found in of_rank.items():
-            module = name.rpartition(".")[0]
+            module, _, kind = name.rpartition(".")
+            if kind == DROPPED_ROWS:
+                dropped[module] = dropped.get(module, 0) + found[0]
+                continue
             summed[module] = [a + b for a, b in zip(summed.get(module, [0] * len(found)), found, strict=True)]
-    return {module: _load(found) for module, found in sorted(summed.items(), key=lambda of: _in_order(of[0]))}
+    left = {module: {"dropped": rows} for module, rows in dropped.items()}
+    return {module: _load(summed[module]) | left.get(module, {}) for module in sorted(summed, key=_in_order)}
 
 
 def _load(counts: list[int]) -> dict[str, Any]:

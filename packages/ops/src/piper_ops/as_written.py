@@ -79,10 +79,13 @@ class ModuleCall:
         def one(leaf: MadeTensor | None) -> Tensor | None:
             return None if leaf is None else tensors[0].new_empty([a + b * rows for a, b in leaf.shape], dtype=leaf.dtype)
 
-        return reached(pytree.tree_map(one, self.results, is_leaf=_is_result), tensors)
+        return reached(pytree.tree_map(one, self.results, is_leaf=_is_result), wanted_of(tensors))
 
-    def checked(self, results: Any, tensors: Sequence[Tensor]) -> Any:
-        """Return what the module returned; raise RuntimeError where the plan has room for something else."""
+    def checked(self, results: Any, tensors: Sequence[Tensor], source: Tensor | None) -> Any:
+        """Return what the module returned; raise RuntimeError where the plan has room for something else.
+
+        `source` is a tensor of the call whose gradient is wanted, if there is one.
+        """
         rows = 0 if self.rows is None else self.rows.of(tensors)
         wanted, form = pytree.tree_flatten(self.results, is_leaf=_is_result)
         found, other = pytree.tree_flatten(results, is_leaf=lambda leaf: leaf is None)
@@ -93,7 +96,7 @@ class ModuleCall:
                 f"{self.kind} returned {actual}, and {planned} in capture: what leaves a module that runs as it is must "
                 "have sizes that do not depend on values of tensors"
             )
-        return reached(results, tensors)
+        return reached(results, source)
 
 
 def _is_result(leaf: Any) -> bool:
@@ -112,9 +115,13 @@ class _Reached(torch.autograd.Function):
         return grad, None
 
 
-def reached(results: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return results of which each floating-point one has a gradient if an argument has, whatever path forward took."""
-    source = next((t for t in tensors if t.requires_grad), None)
+def wanted_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the first tensor whose gradient is wanted."""
+    return next((t for t in tensors if t.requires_grad), None)
+
+
+def reached(results: Any, source: Tensor | None) -> Any:
+    """Return results of which each floating-point one has a gradient if the source has, whatever path forward took."""
 
     def one(leaf: Any) -> Any:
         ready = not isinstance(leaf, Tensor) or leaf.requires_grad or not leaf.is_floating_point()
@@ -203,8 +210,9 @@ def as_written(call: str, own: Sequence[Tensor], args: Sequence[Any], kwargs: di
     tensors = tensors_in(own, args, kwargs)
     if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
         return call_of(call).empty(tensors)
+    source = wanted_of(tensors)  # a forward may ask for gradients of more
     with loaded(call).given(own) as module:
-        return call_of(call).checked(module(*args, **kwargs), tensors)
+        return call_of(call).checked(module(*args, **kwargs), tensors, source)
 
 
 def tensors_in(own: Sequence[Tensor], args: Any, kwargs: Any) -> list[Tensor]:

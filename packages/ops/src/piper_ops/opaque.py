@@ -119,7 +119,7 @@ def forward_step(
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = tuple(args)
         args.clear()
-        inputs = tuple(t.detach().requires_grad_() if want else t for t, want in zip(given, wanted, strict=True))
+        inputs = tuple(t.detach().requires_grad_(want) for t, want in zip(given, wanted, strict=True))
         places = _Places({k: inputs[k] for k in params})
         with torch.enable_grad(), saved_tensors_hooks(places.pack, places.unpack) if params else nullcontext():
             outputs = tuple(body(*inputs, *constants))

@@ -165,7 +165,8 @@ class Metric:
     Attributes:
         time: seconds since 1970.
         batch_s: seconds of waiting for Job.batch, on the rank that waited most.
-        experts: the load of experts by module: mean, max and overflow of the tokens that chose them.
+        experts: the load of experts by module: mean, max and overflow of the tokens that chose them, and where rows may
+            be dropped for want of places on a device, how many were.
         gradient_norm: that of the gradient before it was clipped.
         learning_rates: the learning rates of the optimizer's groups.
         metrics: values of the job's own metrics.

@@ -273,9 +273,12 @@ def expert_sheet(results: Results) -> Sheet | None:
         return None
     columns = [Column("module", "module"), Column("mean", "tokens of an expert, mean", lambda v: f"{v:,.1f}"),
                Column("max", "of the fullest", lambda v: f"{v:,}"), Column("load", "over the mean", lambda v: f"{v:.2f}"),
-               Column("overflow", "without a place", lambda v: f"{v:,}")]  # fmt: skip
-    last = found[-1].experts.items()
-    rows = [(name, of["mean"], of["max"], of["max"] / of["mean"] if of["mean"] else None, of["overflow"]) for name, of in last]
+               Column("overflow", "without a place", lambda v: f"{v:,}"),
+               Column("dropped", "rows without a place on a device", lambda v: f"{v:,}")]  # fmt: skip
+    rows = [
+        (name, of["mean"], of["max"], of["max"] / of["mean"] if of["mean"] else None, of["overflow"], of.get("dropped"))
+        for name, of in found[-1].experts.items()
+    ]
     return sheet("experts", f"Load of experts in step {found[-1].step}", columns, rows)
 
 

@@ -17,10 +17,10 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards, symbolic_convert
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-from torch._dynamo.source import TorchFunctionModeStackSource
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions as dynamo_functions
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -195,7 +195,7 @@ def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
 
     def note(item: Any, attribute: str | None) -> None:
         if isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting) and item.source is not None:
-            if isinstance(item.source, TorchFunctionModeStackSource):  # of torch's own; a mode is left where it was entered
+            if isinstance(item, TorchFunctionModeStackVariable):  # it has no name, and a mode is left where it was entered
                 return
             source = item.source.name
             place = source if attribute is None else f"{source}.{attribute}"

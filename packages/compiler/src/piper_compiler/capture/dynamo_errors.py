@@ -10,6 +10,7 @@ from torch import Tensor
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture._torch_blocks import NESTED
+from piper_compiler.capture._torch_gradients import REFUSED
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.model import DEVICES, names_device
 from piper_compiler.capture.replacements import WAY_OUT
@@ -103,6 +104,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = CUSTOM_OP
     elif NESTED in text:
         reason, advice = NESTED_BATCHES
+    elif refused := next((said for sign, said in REFUSED.items() if sign in reason), None):
+        reason, advice = refused
     elif any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames):
         reason, advice = "a block mask is made in forward", BLOCK_MASK
     elif "data-dependent" in text and "branching" not in reason:

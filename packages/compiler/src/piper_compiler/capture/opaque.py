@@ -268,9 +268,9 @@ class _Trial:
             raise CaptureError(f"the opaque chunk has {len(outputs)} outputs but tangent_mask has {len(mask)} entries")
         comes = [m and o.requires_grad for m, o in zip(mask, outputs)]
         ends = [o for o, c in zip(outputs, comes) if c]
-        sources = {k: t for k, t in enumerate(leaves) if t.requires_grad}
-        if not ends:
-            return tuple(comes), []
+        sources = {k: t for k, t in enumerate(leaves) if self._wanted[k]}  # a forward may ask for gradients of others
+        if not ends or not sources:
+            return (False,) * len(comes), []
         if self.real:  # other values take other paths
             return tuple(comes), list(sources)
         try:

@@ -17,6 +17,10 @@ from torch import nn
 from piper_compiler.capture._torch_reuse import HOOKS
 
 
+HOLDERS = (FunctionType, MethodType, partial, list, tuple, dict)
+"""The types of attributes that may hold functions."""
+
+
 def rebind_functions(model: nn.Module, memo: dict[int, Any]) -> None:
     """Replace functions of a copied model's modules that refer to what was copied; `memo` is that of the copy."""
     rebound = _Rebound(memo)
@@ -24,7 +28,7 @@ def rebind_functions(model: nn.Module, memo: dict[int, Any]) -> None:
         for name, value in list(vars(module).items()):
             if name in HOOKS:
                 value.update({key: rebound.value(hook) for key, hook in value.items()})
-            elif isinstance(value, FunctionType | MethodType):
+            elif isinstance(value, HOLDERS):
                 module.__dict__[name] = rebound.value(value)
 
 
@@ -33,14 +37,14 @@ class _Rebound:
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}  # (old, new); the old one stays, so that no other gets its id
 
     def value(self, value: Any) -> Any:
         """Return a value in which copies stand for what was copied."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if id(value) in self._made:
-            return self._made[id(value)]
+            return self._made[id(value)][1]
         if not self._refers(value, set()):
             return value
         match value:
@@ -48,13 +52,30 @@ class _Rebound:
                 return self._function(value)
             case MethodType():
                 return MethodType(self.value(value.__func__), self.value(value.__self__))
+            case partial():
+                keywords = {key: self.value(item) for key, item in value.keywords.items()}
+                return partial(self.value(value.func), *map(self.value, value.args), **keywords)
+            case _ if type(value) in (list, tuple, set, frozenset, dict):
+                return self._container(value)
             case _:
                 return copy.deepcopy(value, self._memo)
+
+    def _container(self, value: Any) -> Any:
+        """Return a container of copies; a list or a dict is known before it is filled, since it may hold itself."""
+        if not isinstance(value, list | dict):
+            return type(value)(map(self.value, value))
+        made = type(value)()
+        self._made[id(value)] = value, made
+        if isinstance(value, dict):
+            made.update({key: self.value(item) for key, item in value.items()})
+        else:
+            made.extend(map(self.value, value))
+        return made
 
     def _function(self, function: FunctionType) -> FunctionType:
         cells = tuple(CellType() for _ in function.__closure__ or ())
         made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-        self._made[id(function)] = made  # before its cells are filled: a function may refer to itself
+        self._made[id(function)] = function, made  # before its cells are filled: a function may refer to itself
         made.__defaults__ = tuple(map(self.value, function.__defaults__ or ())) or None
         made.__kwdefaults__ = {key: self.value(item) for key, item in (function.__kwdefaults__ or {}).items()}
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from piper_compiler.capture import _torch
 from piper_compiler.capture._torch_blocks import attention_modules_traced
 from piper_compiler.capture._torch_failing import failing_module
+from piper_compiler.capture._torch_gradients import requires_grad_traced
 from piper_compiler.capture._torch_locks import LockedCalls
 from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.autocast import write_casts
@@ -185,7 +186,14 @@ class _Unfollowed(Exception):
 def _run(
     recorder: Recorder, model: nn.Module, loss: Loss, example: Example, regions: AutomaticRegions, metrics: OutputMetrics
 ) -> tuple[Any, ...]:
-    with _torch.own_settings(), attention_modules_traced(), losses_traced(), torch.enable_grad(), regions.planning():
+    with (
+        _torch.own_settings(),
+        attention_modules_traced(),
+        requires_grad_traced(),
+        losses_traced(),
+        torch.enable_grad(),
+        regions.planning(),
+    ):
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):

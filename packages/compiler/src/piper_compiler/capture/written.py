@@ -8,6 +8,7 @@ argument are equal there, so that sizes inside, such as an expert's tokens, grow
 from __future__ import annotations
 
 import io
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,12 +23,14 @@ from piper_compiler.capture.model import named_tensors
 from piper_compiler.capture.replacements import WAY_OUT as EXPERTS_WAY_OUT
 from piper_ir.errors import CaptureError
 from piper_ir.sizes import Affine, Dim, fit
-from piper_ops import LoadedModule, MadeTensor, ModuleCall, RowsAt, storage_key, tensors_in
+from piper_ops import LoadedModule, MadeTensor, ModuleCall, RowsAt, is_model_code, storage_key, tensors_in
 
 LARGEST = 2**31
 """The most bytes that a module and its arguments may have, since they are made for real in a capture."""
 
 WAY_OUT = "Keep that outside of the module, in one of its own, or write it with operations of static shapes (torch.where, masks)"
+
+ASKED = "A gradient is asked for of a tensor that has none, as the batch: call x.requires_grad_() before x is used"
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int) -> Tensor:
@@ -179,9 +182,9 @@ class Planned:
             "its arguments), and sizes that only a run knows cannot leave it"
         )
 
-    def refused(self, what: str) -> CaptureError:
+    def refused(self, what: str, way_out: str = WAY_OUT) -> CaptureError:
         """Return the error for a module that cannot run as it is."""
-        return CaptureError(f"module {self.name!r} depends on values of tensors, and cannot run as it is: {what}. {WAY_OUT}")
+        return CaptureError(f"module {self.name!r} depends on values of tensors, and cannot run as it is: {what}. {way_out}")
 
 
 class _Trial:
@@ -198,7 +201,7 @@ class _Trial:
         self._planned = planned
         with _torch.real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             generator = torch.Generator().manual_seed(seed)
-            real = [weights_like(tuple(map(int, t.shape)), t.dtype, generator) for t in own]
+            real = [weights_like(tuple(map(int, t.shape)), t.dtype, generator).requires_grad_(t.requires_grad) for t in own]
             given = _torch.pytree.tree_map(
                 lambda leaf: _argument(leaf, rows, generator, integers, spread=bool(seed)), (tuple(args), dict(kwargs))
             )
@@ -215,7 +218,8 @@ class _Trial:
                 with watch:
                     self.results = module(*args, **kwargs)
             except _torch.RUN_ERRORS as error:
-                raise self._planned.refused(f"on random numbers it fails: {str(error).partition(chr(10))[0]}") from error
+                said = f"on random numbers it fails: {str(error).partition(chr(10))[0]}{_line_of(error)}"
+                raise self._planned.refused(said, ASKED if "not require grad" in said else WAY_OUT) from error
             changed = loaded.replaced(own)
         changed += [name for m in loaded.module.modules() for name in _differences(before[id(m)], _looks(m))]
         if changed or any(t._version != v for t, v in zip(known, versions)):
@@ -246,6 +250,12 @@ class _Watch(_torch.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._known |= {storage_key(t): t for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)}
         return out
+
+
+def _line_of(error: BaseException) -> str:
+    """Return " at file:line (code)" of the user's line that raised an error, "" where none did."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_model_code(f.filename)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
 def _unfit(results: Any) -> Iterator[str]:
@@ -294,8 +304,10 @@ def _argument(leaf: Any, rows: int, generator: torch.Generator, integers: int, *
     sizes = [fit(*(int(_torch.size_at(size, r)) for r in (2, 3))) for size in leaf.shape]
     shape = [int(_torch.size_at(size, rows)) for size in leaf.shape]
     if spread and leaf.is_floating_point():
-        return torch.randn(shape, generator=generator).to(leaf.dtype)
-    return equal_rows(shape, blocks_of(sizes), leaf.dtype, generator, integers)
+        made = torch.randn(shape, generator=generator).to(leaf.dtype)
+    else:
+        made = equal_rows(shape, blocks_of(sizes), leaf.dtype, generator, integers)
+    return made.requires_grad_().clone() if leaf.requires_grad else made  # no leaf, as in the model
 
 
 @contextmanager

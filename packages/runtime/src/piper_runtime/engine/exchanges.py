@@ -31,6 +31,8 @@ class Exchanges:
             slot = self._bound[kind, axis] = self._bind(kind, axis)
         law = law_of(kind)
         given = given.contiguous()
+        if cuts is not None and len(slot.peers) < 2:
+            return _alone(given, cuts)
         if cuts is not None:
             result = cuts.into
         elif law.in_place:
@@ -41,8 +43,6 @@ class Exchanges:
             lead = () if law.reads == "whole" else (len(slot.peers),)
             result = torch.empty((*lead, *given.shape), dtype=given.dtype, device=given.device)
         slot.given, slot.result, slot.cuts = given, result, cuts
-        if cuts is not None and len(slot.peers) < 2:
-            return _alone(given, cuts)
         with self._rank.untracked():  # gloo makes other tensors of the same memory
             slot.run()
         slot.given = slot.result = slot.cuts = None

@@ -42,7 +42,7 @@ class Posted:
 
 
 HEART_SLOTS = 64
-"""The integers of shared memory per rank; at most HEART_SLOTS - 4 communication streams fit."""
+"""The integers of shared memory per rank."""
 STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
 """The slots of a rank's heart: the step, the issued instruction's index, a phase, then one per communication stream.
 
@@ -53,6 +53,8 @@ EVALUATES = HEART_SLOTS - 2
 """The slot that is 1 while a rank evaluates: the other slots then are about the plan of the evaluation."""
 LAST_STEP = HEART_SLOTS - 1
 """The slot where a launcher writes after how many steps an interrupted run ends; 0 without an interrupt."""
+MOST_STREAMS = EVALUATES - FIRST_STREAM + 1
+"""The most streams that a rank may have, with compute, which has no slot."""
 RUNNING, WAITING, LOADING, SAVING = 0, 1, 2, 3
 """The phases of a rank.
 

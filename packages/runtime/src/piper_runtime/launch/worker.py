@@ -22,10 +22,10 @@ from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
 from piper_runtime.engine.streams import (
     EVALUATES,
-    HEART_SLOTS,
     ISSUED,
     LAST_STEP,
     LOADING,
+    MOST_STREAMS,
     PHASE,
     RUNNING,
     SAVING,
@@ -133,8 +133,8 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     if request.restore is not None:
         restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
     streams = plan.role_of(rank).streams
-    if len(streams) > HEART_SLOTS - 4:
-        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
+    if len(streams) > MOST_STREAMS:
+        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {MOST_STREAMS} are supported")
     with bound.feed.ahead(options.loader, options.numbers):
         _train(context, bound, options, report, evaluation)
     return report

@@ -31,6 +31,7 @@ class BatchCall:
         names: the tensors of each microbatch that the rank loads.
         looks: shape and dtype of each tensor.
         constants: what else the function returns, the same in every call.
+        field: the field of the job that the function is.
     """
 
     batch: Batch
@@ -38,6 +39,7 @@ class BatchCall:
     names: dict[int, tuple[str, ...]]
     looks: dict[str, TensorLook]
     constants: tuple[tuple[str, str], ...] = ()
+    field: str = "batch"
 
     def __call__(self, step: int, mb: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a microbatch that the rank loads, as the user's function made them.
@@ -45,7 +47,7 @@ class BatchCall:
         Raises JobError when they do not fit the plan.
         """
         rows = self.rows[mb]
-        call = f"Job.batch(step={step}, rows={rows})"
+        call = f"Job.{self.field}(step={step}, rows={rows})"
         with torch.enable_grad():
             result = self.batch(step, rows)
         if not isinstance(result, tuple | Mapping) or (isinstance(result, tuple) and len(result) != 2):
@@ -89,4 +91,5 @@ def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
     specs = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
     looks = {n: TensorLook(tuple(bind(d, 0) for d in s.shape), getattr(torch, s.dtype)) for n, s in specs.items()}
     rows = {mb: microbatch_rows(plan, replica, mb) for mb in names}
-    return BatchCall(batch, rows, {mb: tuple(found) for mb, found in names.items()}, looks, plan.constants)
+    loaded = {mb: tuple(found) for mb, found in names.items()}
+    return BatchCall(batch, rows, loaded, looks, plan.constants, "eval_data" if plan.evaluates else "batch")

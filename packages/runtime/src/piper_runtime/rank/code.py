@@ -33,6 +33,9 @@ class StepSource(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
+Kernels = Mapping[OpOverload, Callable[..., Any]]
+"""The functions that step functions call in place of operators."""
+
 _GENERATED = "<piper step"
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 
@@ -48,10 +51,12 @@ class ShippedCode:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_step(code: StepSource, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None) -> StepFunction:
+def load_step(
+    code: StepSource, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None, kernels: Kernels | None = None
+) -> StepFunction:
     """Return the function that a StepSource describes, for tensors on `device`; its source shows in tracebacks.
 
-    `given` are further globals that the code reads.
+    `given` are further globals that the code reads, and `kernels` what it calls in place of operators.
 
     Raises FormatError when there is no function `step`, or when it calls an operator that is not registered in this
     process.
@@ -64,7 +69,8 @@ def load_step(code: StepSource, device: str | torch.device = "cpu", given: Mappi
         raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
     if not callable(namespace.get("step")):
         raise FormatError("the source of a chunk's step defines no function `step(args)`")
-    namespace |= {k: DIRECT[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in DIRECT}
+    called = {**DIRECT, **(kernels or {})}
+    namespace |= {k: called[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in called}
     step: StepFunction = namespace["step"]
     return step
 
@@ -102,8 +108,11 @@ def missing_operators(code: ExportedCode) -> set[str]:
 class LoadedSteps:
     """Load the functions of a code store, each once, on first use."""
 
-    def __init__(self, code: ExportedCode, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None) -> None:
-        self._code, self._device, self._given = code, device, given
+    def __init__(
+        self, code: ExportedCode, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
+        self._code, self._device, self._given, self._kernels = code, device, given, kernels
         self._loaded: dict[tuple[str, str], StepFunction] = {}
 
     def __call__(self, code_id: str, step: str) -> StepFunction:
@@ -114,7 +123,7 @@ class LoadedSteps:
                 code = self._code[code_id][step]
             except KeyError:
                 raise FormatError(f"the code store has no step {step} of code {code_id!r}; was it made for this plan?") from None
-            self._loaded[key] = load_step(code, self._device, self._given)
+            self._loaded[key] = load_step(code, self._device, self._given, self._kernels)
         return self._loaded[key]
 
     def constants_of(self, code_id: str, step: str) -> list[torch.Tensor]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from piper_ir.errors import PiperError
 from piper_ir.plan import Plan
 from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.job import Batch, NamedParameters
 from piper_runtime.rank.optimizer import RankOptimizer
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.rng import rng_seed
 from piper_runtime.rank.store import Store
 
 EvaluatedScalars = dict[str, dict[int, float]]
@@ -65,6 +67,7 @@ class EvaluationRank(Rank):
     def begin(self, step: int) -> None:
         super().begin(step)
         self.feed.begin(self.number)
+        self.seed = rng_seed(self._trained.seed, step, self.number, "evaluation")  # else all batches draw the same numbers
 
     def end(self) -> None:
         """End a batch: nothing has been updated."""
@@ -92,7 +95,11 @@ def evaluate(evaluation: Evaluation, ranks: Sequence[EvaluationRank], run: Calla
         for number in range(evaluation.batches):
             for rank in ranks:
                 rank.number = number
-            run()
+            try:
+                run()
+            except PiperError as error:
+                error.args = (f"in an evaluation, batch {number}: {error}", *error.args[1:])
+                raise
             first = number * evaluation.plan.microbatches
             for rank in ranks:
                 for kind, values in rank.scalars.items():

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from piper_runtime.rank.by_name import by_name_problem
+from piper_runtime.rank.job_evaluation import LOGGED, arguments_of, signature_of
 from piper_runtime.rank.job_evaluation import NEEDED as METRICS
-from piper_runtime.rank.job_evaluation import arguments_of
 
 BATCH = (
     "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch. "
@@ -96,10 +96,12 @@ def metrics_problem(metrics: object) -> str | None:
     for name, function in metrics.items():
         if not isinstance(name, str) or not name or not callable(function):
             return f"Job(metrics=...) has {name!r} with {_article(function)}: {METRICS}"
+        if name in LOGGED:
+            return f"Job(metrics=...) has {name!r}, the name of something that is logged of every step; choose another one"
         if arguments_of(function) is None:
             return (
                 f"Job(metrics=...) calls {name!r} as {name}(loss) or {name}(output, targets), of which "
-                f"{_name(function)}{inspect.signature(function)} accepts neither: {METRICS}"
+                f"{_name(function)}{signature_of(function)} accepts neither: {METRICS}"
             )
     return None
 

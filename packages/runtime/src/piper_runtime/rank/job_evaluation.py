@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+from torch.utils.data import IterableDataset
+
 from piper_ir.errors import JobError
 from piper_runtime.data import DatasetBatch, StreamBatch, from_dataset
 
@@ -13,6 +16,8 @@ NEEDED = (
     'a mapping from names to functions is needed: of the loss, such as {"perplexity": math.exp}, or of (output, targets), such '
     'as {"accuracy": lambda output, targets: (output.argmax(-1) == targets).float().mean()}'
 )
+LOGGED = frozenset({"loss", "step", "step_s", "batch_s", "tokens_per_s", "gradient_norm", "learning_rate", "evaluation_s"})
+"""The names of what is logged of every step, which no metric may have."""
 
 
 def arguments_of(function: Callable[..., Any]) -> int | None:
@@ -21,7 +26,7 @@ def arguments_of(function: Callable[..., Any]) -> int | None:
     A function that accepts both is one of the loss.
     """
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except ValueError:  # a function in C: it will say so itself
         return 1
     for given in ((0.0,), (None, None)):
@@ -31,6 +36,11 @@ def arguments_of(function: Callable[..., Any]) -> int | None:
             continue
         return len(given)
     return None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a metric; of a module that of its forward, since its call accepts anything."""
+    return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
 
 
 def of_loss(metrics: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[[float], float]]:
@@ -58,6 +68,11 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
     if isinstance(data, StreamBatch):
         raise JobError("Job(eval_data=from_stream(...)): an evaluation reads the same rows each time; use from_dataset")
     if not callable(data):
+        if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            raise JobError(
+                f"Job(eval_data=...) got a {type(data).__name__}, which has no samples by number; give a dataset with "
+                "len(dataset) and dataset[i], or a batch function, as Job.batch"
+            )
         data = from_dataset(data, shuffle=False)
     if batches is None and not isinstance(data, DatasetBatch):
         raise JobError("Job(eval_data=...): the length of a batch function is not known; give eval_batches, or a dataset")

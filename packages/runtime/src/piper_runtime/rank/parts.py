@@ -266,7 +266,7 @@ def _compute(part: Part, rank: RankState) -> Thunk:
 
     run: Thunk = naming_overflow(compute, part.node) if chunk.experts else compute
     if step == "F":
-        run = _forward(run, part, chunk, rank)
+        run = _forward(rank.dropped.counting(run, chunk) if chunk.experts else run, part, chunk, rank)
     elif step == "R" and chunk.random:
         run = _seeded(run, part, chunk, rank)  # as its forward, so that it draws the same numbers
     return _then_free(run, after, rank) if after else run

@@ -136,6 +136,7 @@ class Rank(RankState):
         self.feed.begin(step)
         self.buffer_mb.clear()
         self.counted.clear()
+        self.dropped.begin()
         self.expert_tokens = {}
         for found in self.scalars.values():
             found.clear()

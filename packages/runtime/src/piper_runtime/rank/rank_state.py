@@ -20,6 +20,7 @@ from piper_ir.sizes import bind
 from piper_ops import ROUNDS, TRADES, Cuts
 from piper_runtime.rank.code import ExportedCode, LoadedSteps
 from piper_runtime.rank.device import CPU, NumberReader, numbers_of
+from piper_runtime.rank.dropped_rows import DroppedRows
 from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import Batch, NamedParameters
 from piper_runtime.rank.layouts import own_parts
@@ -119,13 +120,14 @@ class RankState:
         self.expert_tokens: dict[str, list[int]] = {}
         self.gradient_norm: float | None = None
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.dropped = DroppedRows(plan, self.numbers, lambda: self.untracked())
         self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
             self.store, self.optimizer = self._states(job, params, buffers)
         self.feed = Feed(plan, rank, job.batch, device)
         self.counts = not plan.mesh.index_along(plan.shared, rank)
         self.exchange: Exchange = no_exchange
-        self.steps = LoadedSteps(code, device, self._globals())
+        self.steps = LoadedSteps(code, device, self._globals(), self.dropped.kernels)
 
     def _states(
         self, job: RankJob, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
@@ -165,11 +167,14 @@ class RankState:
 
         Of ranks that share chunks the first counts.
         """
-        if self.counts and self.counted:
+        if not self.counts:
+            return
+        self.expert_tokens = self.dropped.counts()
+        if self.counted:
             with self.untracked():
                 numbers = torch.stack([*self.counted.values()]).tolist() if self._alike() else None
                 each = numbers or [t.tolist() for t in self.counted.values()]
-            self.expert_tokens = dict(zip(self.counted, each, strict=True))
+            self.expert_tokens |= zip(self.counted, each, strict=True)
 
     def _alike(self) -> bool:
         return len({t.shape for t in self.counted.values()}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
         cuts = comm.cuts() if comm.cuts is not None else None
         if cuts is None:
             return partial(_finish_holding, members.group.alltoall_base(into, to, [], []), given, got)
-        row = given.stride(0) * given.element_size()
+        row = math.prod(given.shape[1:]) * given.element_size()  # the stride of a single row says nothing
         gets, gives = ([row * rows for rows in sizes] for sizes in (cuts.got, cuts.sent))
         return partial(_finish_holding, members.group.alltoall_base(into[: sum(gets)], to[: sum(gives)], gets, gives), given, got)
 
