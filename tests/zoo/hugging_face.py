@@ -61,7 +61,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
     "falcon": {"new_decoder_architecture": False},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), {"head_dim": 4, "num_key_value_heads": 4}),
+    **{key: {"head_dim": 4, "num_key_value_heads": 4} for key in ("deepseek_v2", "deepseek_v3")},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
     **{key: {"vision_config": SEEN, "text_config": SEEN} for key in ("siglip", "clip")},

@@ -80,7 +80,7 @@ dated = {
 }
 LABELLED: list[tuple[str, str, Rows, dict[str, Any]]] = [
     *(
-        (kind, f"{name}ForCTC", row_of(input_values=wave, labels=spoken), HEARD)
+        (kind, f"{name}ForSequenceClassification", row_of(input_values=wave, labels=of_class()), HEARD)
         for kind, name in {
             "wav2vec2": "Wav2Vec2",
             "hubert": "Hubert",
@@ -95,10 +95,11 @@ LABELLED: list[tuple[str, str, Rows, dict[str, Any]]] = [
     ),
     (
         "wav2vec2-bert",
-        "Wav2Vec2BertForCTC",
-        row_of(input_features=spectrum, labels=spoken),
+        "Wav2Vec2BertForSequenceClassification",
+        row_of(input_features=spectrum, labels=of_class()),
         {"feature_projection_input_dim": BANDS, "apply_spec_augment": False, "add_adapter": False},
     ),
+    ("wav2vec2", "Wav2Vec2ForCTC", row_of(input_values=wave, labels=spoken), HEARD),
     (
         "whisper",
         "WhisperForConditionalGeneration",
@@ -161,23 +162,119 @@ LABELLED: list[tuple[str, str, Rows, dict[str, Any]]] = [
         {},
     ),
     ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", row_of(input_ids=words, labels=words), {}),
-    ("blip-2", "Blip2ForConditionalGeneration", row_of(input_ids=seen_words(4), pixel_values=image, labels=integers(VOCAB, 4 + LENGTH)), {"num_query_tokens": 4, "image_token_index": IMAGE_TOKEN}),
-    ("idefics3", "Idefics3ForConditionalGeneration", row_of(input_ids=seen_words(4), pixel_values=numbers(1, *PIXELS), labels=integers(VOCAB, 4 + LENGTH)), {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
-    ("internvl", "InternVLForConditionalGeneration", row_of(input_ids=seen_words(4), pixel_values=image, labels=integers(VOCAB, 4 + LENGTH)), {"image_token_id": IMAGE_TOKEN}),
-    ("gemma3", "Gemma3ForConditionalGeneration", row_of(input_ids=seen_words(4), pixel_values=image, labels=integers(VOCAB, 4 + LENGTH), token_type_ids=lambda generator: torch.cat([torch.ones(4), torch.zeros(LENGTH)]).long()), {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
+    (
+        "blip-2",
+        "Blip2ForConditionalGeneration",
+        row_of(input_ids=seen_words(4), pixel_values=image, labels=integers(VOCAB, 4 + LENGTH)),
+        {"num_query_tokens": 4, "image_token_index": IMAGE_TOKEN},
+    ),
+    (
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        row_of(input_ids=seen_words(4), pixel_values=numbers(1, *PIXELS), labels=integers(VOCAB, 4 + LENGTH)),
+        {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
+    ),
+    (
+        "internvl",
+        "InternVLForConditionalGeneration",
+        row_of(input_ids=seen_words(4), pixel_values=image, labels=integers(VOCAB, 4 + LENGTH)),
+        {"image_token_id": IMAGE_TOKEN},
+    ),
+    (
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        row_of(
+            input_ids=seen_words(4),
+            pixel_values=image,
+            labels=integers(VOCAB, 4 + LENGTH),
+            token_type_ids=lambda generator: torch.cat([torch.ones(4), torch.zeros(LENGTH)]).long(),
+        ),
+        {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
+    ),
     ("vilt", "ViltForMaskedLM", row_of(input_ids=words, pixel_values=image, labels=words), {}),
-    ("layoutlmv3", "LayoutLMv3ForTokenClassification", row_of(input_ids=words, bbox=integers(50, LENGTH, 4), pixel_values=image, labels=integers(5, LENGTH)), {"input_size": SIZE, "coordinate_size": 5, "shape_size": 6}),
-    ("pix2struct", "Pix2StructForConditionalGeneration", row_of(flattened_patches=lambda g: torch.cat([torch.randint(1, 5, (6, 2), generator=g).float(), torch.randn(6, 24, generator=g)], 1), labels=spoken), {}),
-    ("canine", "CanineForSequenceClassification", row_of(input_ids=integers(VOCAB, 32), labels=of_class()), {"local_transformer_stride": 8, "downsampling_rate": 2, "num_hash_buckets": 64}),
-    ("patchtst", "PatchTSTForPrediction", row_of(past_values=numbers(16, 3), future_values=numbers(4, 3)), {"num_input_channels": 3, "context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4, "do_mask_input": False}),
-    ("patchtsmixer", "PatchTSMixerForPrediction", row_of(past_values=numbers(16, 3), future_values=numbers(4, 3)), {"num_input_channels": 3, "context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4}),
-    *((kind, f"{name}ForPrediction", row_of(**dated), SERIES) for kind, name in {"informer": "Informer", "autoformer": "Autoformer", "time_series_transformer": "TimeSeriesTransformer"}.items()),
+    (
+        "layoutlmv3",
+        "LayoutLMv3ForTokenClassification",
+        row_of(input_ids=words, bbox=integers(50, LENGTH, 4), pixel_values=image, labels=integers(5, LENGTH)),
+        {"input_size": SIZE, "coordinate_size": 5, "shape_size": 6},
+    ),
+    (
+        "pix2struct",
+        "Pix2StructForConditionalGeneration",
+        row_of(
+            flattened_patches=lambda g: torch.cat(
+                [torch.randint(1, 5, (6, 2), generator=g).float(), torch.randn(6, 24, generator=g)], 1
+            ),
+            labels=spoken,
+        ),
+        {},
+    ),
+    (
+        "canine",
+        "CanineForSequenceClassification",
+        row_of(input_ids=integers(VOCAB, 32), labels=of_class()),
+        {"local_transformer_stride": 8, "downsampling_rate": 2, "num_hash_buckets": 64},
+    ),
+    (
+        "patchtst",
+        "PatchTSTForPrediction",
+        row_of(past_values=numbers(16, 3), future_values=numbers(4, 3)),
+        {
+            "num_input_channels": 3,
+            "context_length": 16,
+            "prediction_length": 4,
+            "patch_length": 4,
+            "patch_stride": 4,
+            "do_mask_input": False,
+        },
+    ),
+    (
+        "patchtsmixer",
+        "PatchTSMixerForPrediction",
+        row_of(past_values=numbers(16, 3), future_values=numbers(4, 3)),
+        {"num_input_channels": 3, "context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4},
+    ),
+    *(
+        (kind, f"{name}ForPrediction", row_of(**dated), SERIES)
+        for kind, name in {
+            "informer": "Informer",
+            "autoformer": "Autoformer",
+            "time_series_transformer": "TimeSeriesTransformer",
+        }.items()
+    ),
 ]
 BARE: list[tuple[str, str, Rows, dict[str, Any]]] = [
-    ("decision_transformer", "DecisionTransformerModel", row_of(states=numbers(6, 17), actions=numbers(6, 4), rewards=numbers(6, 1), returns_to_go=numbers(6, 1), timesteps=integers(50, 6), attention_mask=ones(6)), {}),
+    (
+        "decision_transformer",
+        "DecisionTransformerModel",
+        row_of(
+            states=numbers(6, 17),
+            actions=numbers(6, 4),
+            rewards=numbers(6, 1),
+            returns_to_go=numbers(6, 1),
+            timesteps=integers(50, 6),
+            attention_mask=ones(6),
+        ),
+        {},
+    ),
     ("dinov3_vit", "DINOv3ViTModel", row_of(pixel_values=image), {}),
-    ("dinov3_convnext", "DINOv3ConvNextModel", row_of(pixel_values=image), {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1]}),
-    ("vit_mae", "ViTMAEForPreTraining", row_of(pixel_values=image, noise=numbers(PATCHES)), {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 2, "decoder_intermediate_size": 16, "decoder_num_attention_heads": 2}),
+    (
+        "dinov3_convnext",
+        "DINOv3ConvNextModel",
+        row_of(pixel_values=image),
+        {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1]},
+    ),
+    (
+        "vit_mae",
+        "ViTMAEForPreTraining",
+        row_of(pixel_values=image, noise=numbers(PATCHES)),
+        {
+            "decoder_hidden_size": 16,
+            "decoder_num_hidden_layers": 2,
+            "decoder_intermediate_size": 16,
+            "decoder_num_attention_heads": 2,
+        },
+    ),
     ("yolos", "YolosForObjectDetection", row_of(pixel_values=image), {"image_size": [SIZE, SIZE], "num_detection_tokens": 4}),
     ("detr", "DetrForObjectDetection", row_of(pixel_values=image), {"num_queries": 4}),
     ("deformable_detr", "DeformableDetrForObjectDetection", row_of(pixel_values=image), {"num_queries": 4}),
@@ -190,8 +287,18 @@ BARE: list[tuple[str, str, Rows, dict[str, Any]]] = [
     ("clip_text_model", "CLIPTextModel", row_of(input_ids=words), {}),
     ("clip", "CLIPModel", row_of(input_ids=words, pixel_values=image), {}),
     ("clipseg", "CLIPSegForImageSegmentation", row_of(input_ids=words, pixel_values=image), {}),
-    ("visual_bert", "VisualBertModel", row_of(input_ids=words, visual_embeds=numbers(4, 16), visual_attention_mask=ones(4)), {"visual_embedding_dim": 16}),
-    ("lxmert", "LxmertModel", row_of(input_ids=words, visual_feats=numbers(4, 16), visual_pos=numbers(4, 4)), {"visual_feat_dim": 16, "l_layers": 2, "r_layers": 2, "x_layers": 2}),
+    (
+        "visual_bert",
+        "VisualBertModel",
+        row_of(input_ids=words, visual_embeds=numbers(4, 16), visual_attention_mask=ones(4)),
+        {"visual_embedding_dim": 16},
+    ),
+    (
+        "lxmert",
+        "LxmertModel",
+        row_of(input_ids=words, visual_feats=numbers(4, 16), visual_pos=numbers(4, 4)),
+        {"visual_feat_dim": 16, "l_layers": 2, "r_layers": 2, "x_layers": 2},
+    ),
     ("tapas", "TapasModel", row_of(input_ids=words, token_type_ids=lambda g: torch.randint(2, (LENGTH, 7), generator=g)), {}),
     ("mimi", "MimiModel", row_of(input_values=numbers(1, 400)), {}),
     ("encodec", "EncodecModel", row_of(input_values=numbers(1, 400)), {}),
