@@ -55,7 +55,7 @@ def compiled(
 
 
 def in_twos(name: str, mesh: Mesh, directives: Sequence[Any]) -> Compiled:
-    """The job with batches of such a size that a microbatch has two rows: to run others all chunks are traced once more."""
+    """Compile the job with a batch whose microbatches have two rows: for others all chunks would be traced once more."""
     strategy = Strategy(mesh, directives)
     many = 8 * ROWS
     return piper.compile(job(name, 2 * many // piper.compile(job(name, many), strategy).plan.rows), strategy)

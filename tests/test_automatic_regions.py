@@ -19,9 +19,10 @@ from piper.views.explain import explain
 from piper_compiler.capture import opaque as opaque_steps
 from piper_compiler.capture import written
 from piper_ir.errors import CaptureError, PiperWarning
+from tests.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
 from tests.test_memory_truth import lies
 
-ROWS, LENGTH, WIDTH, EXPERTS = 8, 3, 8, 3
+EXPERTS = 3
 
 PIPELINE = piper.recipes.pipeline(pp=2, microbatches=2)
 BOTH = piper.Strategy(piper.Mesh(pp=2, dp=2), (*PIPELINE, *piper.recipes.data_parallel()))
@@ -113,28 +114,13 @@ class Block(nn.Module):
         return x + (made[0] + made[1].mean(-1).view(x.shape[:2])[..., None] if isinstance(made, tuple) else made)
 
 
-class Net(nn.Module):
+class Net(BlockNet):
     """Layers with such modules, of which one shares a weight with the embedding."""
 
     def __init__(self, *special: Callable[[], nn.Module], tie: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block(make()) for make in special)
-        self.head = nn.Linear(WIDTH, 3)
+        super().__init__(Block(make()) for make in special)
         if tie:
             self.layers[0].special.experts[1].weight = self.embed.weight  # type: ignore[union-attr, index]  # a Mixture
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).mean(1)  # type: ignore[no-any-return]  # modules have no types
-
-
-def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    made = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    x = made[rows.start : rows.stop]
-    return x, (x[:, 0, 0] * 10).long() % 3
 
 
 def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -215,7 +201,7 @@ def test_a_region_by_hand_is_left_as_it_is() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [Mixture, LSTM], ids=["mixture", "lstm"])
 def test_memory_is_that_of_the_plan(kind: Callable[[], nn.Module]) -> None:
-    """To the byte for a recurrent layer; nearly so for a mixture, whose experts have other tokens in the run."""
+    """A recurrent layer's is equal to the byte; a mixture's nearly so, whose experts have other tokens in the run."""
     found = compiled(job(kind, kind), ALONE)
     codes = {found.program.chunk(f"layer{k}_opaque1").code for k in (0, 1)}
     assert len(codes) == 1, "equal modules share their code"

@@ -451,7 +451,7 @@ def test_without_a_device_there_is_one_line(
 
 
 def test_the_check_of_a_device_has_its_rows_goals_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block on the CPU; a section that fails does not take the others along."""
+    """A block on the CPU is checked; a section that fails does not take the others along."""
     monkeypatch.setattr(gpu_check, "MICROBATCHES", (2,))
     monkeypatch.setattr(gpu_check, "REPEATS", 1)
     sizes = {"tiny": models.GPTConfig(layers=1, width=16, heads=2, vocab=32, length=8)}
@@ -471,7 +471,7 @@ def test_the_check_of_a_device_has_its_rows_goals_and_table(monkeypatch: pytest.
 
 
 def test_both_sides_on_a_device_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a made-up device whose streams are the host."""
+    """The device is made up: its streams are the host."""
     monkeypatch.setattr(gpu_sides, "CudaApi", lambda device: HostDevice())
     monkeypatch.setattr(gpu_sides, "upload", lambda rows, shape, dtype, device: rows.to(dtype))
     setup = gpu_sides.prepared(step_model.TINY, "float32")

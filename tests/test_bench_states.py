@@ -17,7 +17,7 @@ TINY = {"gpt": models.GPTConfig(layers=2, width=32, heads=2, vocab=64, length=16
 
 
 def test_a_buffer_that_is_kept_beyond_the_plan_is_seen() -> None:
-    """Of two ranks in this process, whose parameters, gradients and optimizer states are shared."""
+    """Two ranks in this process share parameters, gradients and optimizer states."""
     work = replace(step_model.job(step_model.TINY, 4), precision=piper.Precision(params="float64"))
     strategy = gpu_states.shared_strategies(4)["dp=2 zero=3"]
     alone = piper.execute(

@@ -80,7 +80,7 @@ REFUSED: list[tuple[Context, str]] = [
 
 @pytest.mark.parametrize(("context", "says"), REFUSED)
 def test_a_mode_that_changes_traces_is_refused_by_name(context: Context, says: str) -> None:
-    """Also where a capture is kept, and where it would be traced for other rows only."""
+    """It is refused where a capture is kept as well, and where it would be traced for other rows only."""
     trained = job(lambda: Net(2))
     with context(), pytest.raises(CaptureError, match=says):
         piper.compile(trained, ONE)

@@ -18,9 +18,8 @@ from piper.api.verification import verify_strategy
 from piper.views.explain import explain
 from piper_compiler import compile as compiler
 from piper_ir.errors import CaptureError
+from tests.block_nets import ROWS, WIDTH, BlockNet, batch
 from tests.test_memory_truth import lies
-
-ROWS, LENGTH, WIDTH = 8, 3, 8
 
 PIPELINE = piper.recipes.one_f_one_b(pp=2, microbatches=2)
 BOTH = piper.Strategy(piper.Mesh(pp=2, dp=2), (*PIPELINE, *piper.recipes.data_parallel(zero=2)))
@@ -77,33 +76,15 @@ class Selective(Inner):
         return x + checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]  # as above
 
 
-class Net(nn.Module):
-    def __init__(self, *blocks: Callable[[], nn.Module], embed: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH) if embed else nn.Identity()
-        self.layers = nn.ModuleList(block() for block in blocks)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).mean(1)  # type: ignore[no-any-return]  # modules have no types
-
-
-def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    made = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    x = made[rows.start : rows.stop]
-    return x, (x[:, 0, 0] * 10).long() % 3
-
-
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(*blocks: Callable[[], nn.Module], embed: bool = True) -> piper.Job:
-    precision = piper.Precision(params="float64")
-    return piper.Job(partial(Net, *blocks, embed=embed), batch, F.cross_entropy, sgd, ROWS, precision=precision)
+    def model() -> BlockNet:
+        return BlockNet((block() for block in blocks), embed)
+
+    return piper.Job(model, batch, F.cross_entropy, sgd, ROWS, precision=piper.Precision(params="float64"))
 
 
 ALL = (Reentrant, Nested, Whole, Inner)

@@ -155,7 +155,7 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
 
 
 def test_tune_warns_of_what_its_predictions_rest_on(space: Path, costs: Path, tmp_path: Path) -> None:
-    """As simulate does: predictions from costs of another machine would else look like any others."""
+    """It warns as simulate does: predictions from costs of another machine would else look like any others."""
     theirs = loads(Costs, costs.read_text())
     assert theirs.origin is not None
     other = tmp_path / "other.json"

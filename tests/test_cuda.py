@@ -116,7 +116,7 @@ def planned_and_asked(sizes: Regime, precision: str, pool: Pool) -> tuple[int, i
 
 
 def test_a_profile_is_of_the_device(pool: Pool) -> None:
-    """And a simulation on the cluster of this device finds all that it needs."""
+    """A simulation on the cluster of this device finds all that it needs."""
     from piper_simulator import product_cluster
 
     work = job(SIZES, 16)
@@ -132,7 +132,7 @@ def test_a_profile_is_of_the_device(pool: Pool) -> None:
 
 
 def test_messages_over_nccl_are_measured(nccl_pool: Pool) -> None:
-    """And a simulation of two ranks takes them."""
+    """A simulation of two ranks takes them."""
     from piper_simulator import product_cluster
 
     work, strategy = job(SIZES, 16), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1))

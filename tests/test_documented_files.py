@@ -43,7 +43,7 @@ class Decoder(nn.Module):
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The names that each block leaves behind; the second goes on from the first."""
+    """Return the names that each block leaves behind; the second goes on from the first."""
     stands_in: Any = ModuleType("transformers")
     stands_in.LlamaConfig = SimpleNamespace
     stands_in.AutoModelForCausalLM = SimpleNamespace(from_config=Decoder)
@@ -94,7 +94,7 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def by_hand(batch: Any) -> list[float]:
-    """The losses of two processes of DDP with two steps of accumulation, clip_grad_norm_ and a scheduler."""
+    """Return the losses of two processes of DDP with two steps of accumulation, clip_grad_norm_ and a scheduler."""
     torch.manual_seed(0)
     model = network()
     made = optimizer([*model.named_parameters()])

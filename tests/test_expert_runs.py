@@ -212,7 +212,7 @@ def test_what_computation_cannot_cover_is_exposed() -> None:
     ("name", "microbatches"), [("1F1B", 2), ("DualPipeV", 4), pytest.param(PAIRS, 8, marks=pytest.mark.long)]
 )
 def test_what_is_hidden_in_a_simulation_is_hidden_in_a_run(name: str, microbatches: int, pool: Pool) -> None:
-    """On processes with streams and messages, in the best of three attempts."""
+    """Processes with streams and messages run it; the best of three attempts counts."""
     made, costs = scheduled(name, microbatches)
     simulated = exchanges.simulated(made, costs)
     for _ in range(3):

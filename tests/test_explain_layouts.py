@@ -174,7 +174,7 @@ def whys(made: Any) -> dict[str, list[str]]:
 
 
 def test_collectives_say_why() -> None:
-    """In the same words in all layers that share their code, and without folders of this machine."""
+    """The words are the same in all layers that share their code, and name no folder of this machine."""
     found = whys(shared_jobs.compiled("llama", Mesh(tp=2), [], stream="tokens"))
     assert found["layer0"] == found["layer3"]
     first, second, *_ = found["layer0"]

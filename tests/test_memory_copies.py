@@ -67,7 +67,7 @@ class Windows(nn.Module):
 
 
 def measured(how: str, width: int, sizes: dict[str, int], directives: tuple[Any, ...]) -> tuple[list[str], list[int]]:
-    """What is wrong with the plan of such a model, and at each instruction of each rank the bytes that it is short."""
+    """Return what is wrong with the plan of such a model, and at each instruction of each rank the bytes that it is short."""
 
     def batch(step: int, rows: range) -> Any:
         x = torch.randn(len(rows), TOKENS, width, generator=torch.Generator().manual_seed(step))

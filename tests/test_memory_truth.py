@@ -69,7 +69,7 @@ def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
 
 
 def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
-    """In what a plan is wrong about memory."""
+    """Return in what a plan is wrong about memory."""
     out = []
     for rank, record in records.items():
         role = plan.role_of(rank)
@@ -199,7 +199,7 @@ def kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def measure_cuda(c: Composition) -> tuple[Plan, dict[int, MemoryRecord]]:
-    """As `measure`, with the plan for CUDA."""
+    """Do what `measure` does, with the plan for CUDA."""
     plan = on_device(compositions.compiled(fitted(c)).plan, "cuda")
     run = compositions.run(fitted(c), plan, steps=1, gradients=False, memory=True)
     return plan, dict(run.memory)
@@ -300,7 +300,7 @@ def test_a_mask_of_bools_is_counted_to_the_byte(shared: bool, dtype: Any, monkey
 
 @pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.NAdam])
 def test_temporaries_of_an_update(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of optimizers that have no fused kernel; the others hold none."""
+    """Optimizers without a fused kernel have some; the others hold none."""
     monkeypatch.setitem(compositions.OPTIMIZERS, "other", lambda named: optimizer([p for _, p in named]))
     for pp in (1, 2):
         c = fitted(Composition("gpt", pp, 1, 2, optimizer="other"))

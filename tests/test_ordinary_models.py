@@ -72,6 +72,19 @@ class Attentive(nn.Module):
         return x
 
 
+class Warped(nn.Module):
+    """affine_grid compares the rows with the channels, to see whether the smallest size is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Linear(LENGTH * WIDTH, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = F.interpolate(x[:, None].expand(-1, 4, -1, -1), size=(LENGTH, WIDTH), mode="bicubic")
+        grid = F.affine_grid(self.place(x.flatten(1)).view(-1, 2, 3), list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, align_corners=False).mean(1)
+
+
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     size = 8 * LENGTH * WIDTH
     x = torch.linspace(-1, 1, size).view(8, LENGTH, WIDTH)[rows.start : rows.stop] + step
@@ -93,6 +106,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: Recurrent(lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)),
     "rnn": lambda: Recurrent(lambda: nn.RNN(WIDTH, WIDTH, batch_first=True)),
     "transformer": Encoded,
+    "affine_grid": Warped,
     "sdpa_kernel": lambda: Attentive(1),
     "sdpa_kernel in many layers": lambda: Attentive(16),
 }

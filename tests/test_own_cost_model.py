@@ -118,7 +118,7 @@ def strategy(trial: Any) -> piper.Strategy:
 
 @pytest.mark.parametrize(("model", "workers"), [(ConstantRates, 0), (Whole, 0), (partial(ConstantRates, flops_per_s=5e11), 1)])
 def test_a_search_rests_on_it(model: Any, workers: int) -> None:
-    """By sweep and by engine, in this process and in a worker that gets the class by value."""
+    """Sweep and engine use it, in this process and in a worker that gets the class by value."""
     study = piper.tune(program(), strategy, cluster=CLUSTER, trials=4, workers=workers, model=model)
     rate = model.keywords["flops_per_s"] if isinstance(model, partial) else 1e12
     rows = {row["params"]["microbatches"]: row for row in study.table()}

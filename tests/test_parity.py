@@ -163,7 +163,7 @@ def test_v_placement_and_a_stage_on_two_devices_with_replicas(placement: Any) ->
 
 
 def test_buffers_that_follow_the_batch_have_no_replicas() -> None:
-    """And a chunk that reads an updated buffer stays with the one that updates it."""
+    """A chunk that reads an updated buffer stays with the one that updates it."""
     job = compositions.job_of(Composition("buffers", dp=2, microbatches=2))
     with pytest.raises(CompileError, match=r"'mean'.*replicas would differ"):
         piper.compile(job, Strategy(Mesh(dp=2), (split(where(), microbatches=2), *recipes.data_parallel())))

@@ -264,6 +264,6 @@ def test_a_batch_function_that_fails_is_named(pool: Pool) -> None:
 
 
 def test_a_device_that_tells_nothing_of_messages_has_no_cost_of_them() -> None:
-    """As a CUDA device."""
+    """A CUDA device is one."""
     found = _host([ProfileReport(issue=[3e-6, 1e-6, 2e-6]), ProfileReport(issue=[-1e-6])])
     assert found.issue_s == 1.5e-6 and found.comm_s == 0.0

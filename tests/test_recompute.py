@@ -107,7 +107,7 @@ def schedules_and_policies() -> list[Any]:
 
 @pytest.mark.parametrize(("schedule", "keep"), schedules_and_policies())
 def test_every_schedule_under_every_policy(schedule: str, keep: Any) -> None:
-    """Also with R as a node of its own, and in some stages and microbatches only."""
+    """R may be a node of its own, and be in some stages and microbatches only."""
     selection, apart = where(), keep == "attention"
     if keep == "products":
         selection = where(stage=0, mb=(0, 2, 3))

@@ -75,7 +75,7 @@ def test_a_resumed_run_is_one_without_a_pause(tmp_path: Path) -> None:
 
 
 def test_all_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """Also the frozen ones, and those that no rank holds: in the model after the run, and in its own checkpoints.
+    """They have the frozen ones, too, and those that no rank holds: in the model after the run, and in its own checkpoints.
 
     A frozen one has all its bits there, though ranks compute with it in a narrower dtype.
     """

@@ -7,11 +7,13 @@ the job, as it names a file of captures, must differ, or there must be none.
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -137,7 +139,7 @@ def write(home: Path, files: dict[str, str], number: int) -> None:
 
 
 def content(home: Path, files: dict[str, str], number: int) -> object:
-    """What the job's capture depends on, as a process of its own says it."""
+    """Return what the job's capture depends on, as a process of its own says it."""
     write(home, files, number)
     with modules_apart(home):
         torch.manual_seed(0)
@@ -196,6 +198,30 @@ def test_settings_of_the_tracers_count(config: str) -> None:
     before = capture_key(job(nn.Identity))
     with module.patch({name: not getattr(module, name)}):
         assert capture_key(job(nn.Identity)) != before
+    assert capture_key(job(nn.Identity)) == before
+
+
+REPLACED: dict[str, tuple[Any, str, Any]] = {
+    "a function by another of torch": (nn.functional, "gelu", nn.functional.relu),
+    "a function in C": (torch, "tanh", torch.sin),
+    "a function with other defaults": (nn.functional, "gelu", functools.partial(nn.functional.gelu, approximate="tanh")),
+    "a method of a tensor": (torch.Tensor, "tanh", torch.Tensor.sin),
+    "a forward": (nn.Linear, "forward", nn.Identity.forward),
+    "a method of a base": (nn.modules.conv._ConvNd, "extra_repr", nn.Module.extra_repr),
+    "a property": (torch.Tensor, "T", property(torch.neg)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_functions_of_torch_in_the_place_of_others_count(name: str) -> None:
+    owner, attribute, value = REPLACED[name]
+    before, old, own = capture_key(job(nn.Identity)), getattr(owner, attribute), attribute in vars(owner)
+    assert before is not None
+    setattr(owner, attribute, value)
+    try:
+        assert capture_key(job(nn.Identity)) not in (None, before)
+    finally:
+        setattr(owner, attribute, old) if own else delattr(owner, attribute)
     assert capture_key(job(nn.Identity)) == before
 
 

@@ -68,7 +68,7 @@ def test_the_plan_has_its_closed_form(name: str, data: st.DataObject) -> None:
 @settings(max_examples=CASES // 5)
 @given(st.data(), st.integers(0, 5))
 def test_the_plan_takes_the_time_of_its_order(name: str, data: st.DataObject, hop: int) -> None:
-    """Also outside of the domain, and with latency."""
+    """It does so outside of the form's domain as well, and with latency."""
     form = FORMS[name]
     c = data.draw(form.cases.filter(lambda c: form.stages(c) * c.m <= 240))
     few = data.draw(st.integers(1, c.m))

@@ -135,7 +135,7 @@ def test_blocks_are_what_picked_rows_are(slot: int, monkeypatch: pytest.MonkeyPa
 
 
 def traded(slot: int, lost: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """What each device has in round 0, how many rows each expert has, and what comes back, in messages cut to the rows."""
+    """Return what each device has in round 0, how many rows each expert has, and what comes back, in messages cut to the rows."""
     rows, table, _ = drawn(slot)
     all_given: dict[int, tuple[Tensor, Cuts]] = {}
     there, found = threading.Barrier(DEVICES), dict[int, tuple[Tensor, Tensor, Tensor]]()

@@ -149,6 +149,10 @@ def test_kernels_called_directly_give_what_the_ops_give(dtype: torch.dtype) -> N
     args[piper_ops.layer_norm_backward] = (x, x, [8], stat, stat, w, [True, True])
     q, k, v, *options = args[piper_ops.attention]
     out, lse = piper_ops.attention(q, k, v, *options)
+    args[piper_ops.rms_norm_dgrad], args[piper_ops.rms_norm_wgrad] = (x, x, [8], stat, w), (x, x, [8], stat, dtype)
+    logits, target, *how = args[piper_ops.cross_entropy]
+    loss, of_rows = piper_ops.cross_entropy(logits, target, *how)
+    args[piper_ops.cross_entropy_dgrad] = (loss, logits, target, of_rows, *how)
     args[piper_ops.attention_dgrad] = (out, q, k, v, out, lse, *options[:3])
     for op, kernel in piper_ops.DIRECT.items():
         if op in OF_EXPERTS:

@@ -218,7 +218,7 @@ def test_two_ranks_are_joined_as_the_environment_says(pool: Pool, by_nccl: bool)
 
 
 def joined_by_nccl(step: int, rows: range) -> Any:
-    """With a device for each, and nothing said, by no sockets."""
+    """Check that ranks with a device each are not joined by sockets, unless the environment says so."""
     assert not in_worker() or transport.apart() == ("NCCL_HOSTID" in os.environ)
     assert not in_worker() or [len(c._groups) > 0 for c in transport._nccl.values()] == [True]
     return batch(step, rows)
@@ -244,7 +244,7 @@ def raising(step: int, rows: range) -> Any:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_a_rank_that_is_killed_is_named_while_its_peer_waits_for_it(pool: Pool) -> None:
-    """And none of its processes is left; the next run has new ones."""
+    """None of its processes is left, and the next run has new ones."""
     plan, job = chain(batch=killed)
     pool.start()
     before = pool.pids
@@ -267,5 +267,5 @@ def in_worker() -> bool:
 
 
 def worker_rank() -> int:
-    """Of the worker process that calls."""
+    """Return the rank of the worker process that calls."""
     return int(json.loads(sys.argv[1])["rank"])

@@ -26,7 +26,7 @@ NODE = ((0, 1, 2, 3),)
 
 
 def message(channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
-    """With the duration that the formula gives it."""
+    """Return a message with the duration that the formula gives it."""
     return Message(channel, op, nbytes, by_formula(on, op, nbytes, rank_group(on, instances[0])), instances, {0: None})
 
 

@@ -62,7 +62,7 @@ def random_work(rng: Random) -> Plan:
 
 
 def reducing(plan: Plan, nbytes: int) -> Plan:
-    """With reductions of so many bytes."""
+    """Return a plan with reductions of so many bytes."""
 
     def sized(instr: Instr) -> Instr:
         part = instr.parts[0]

@@ -237,20 +237,3 @@ def is_foreign(value: object) -> bool:
 def is_pure(module: str) -> bool:
     """Return whether functions of a known module depend on nothing but their arguments."""
     return module.partition(".")[0] in PURE and not module.startswith(IMPURE)
-
-
-def replaced_in_torch() -> list[tuple[str, object]]:
-    """Return (name, function) of what someone has put in place of torch's functions, and of the methods of its modules.
-
-    A trace goes through modules of torch, which call these by names that the user's code does not show.
-    """
-    found: list[tuple[str, object]] = []
-    owners: list[types.ModuleType | type] = [torch, torch.nn.functional, torch.nn.init, torch.Tensor, *_classes_of_modules()]
-    for owner in owners:
-        path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-        found += [(f"{path}.{name}", value) for name, value in list(vars(owner).items()) if is_foreign(value)]
-    return found
-
-
-def _classes_of_modules() -> list[type]:
-    return [torch.nn.Module, *(kind for kind in vars(torch.nn).values() if isinstance(kind, type))]

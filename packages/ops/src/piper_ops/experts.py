@@ -172,9 +172,9 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
 """The kernels of a CPU by the name of the op; on meta tensors they hold what they hold on a CPU."""
 
 
-def _by_device(name: str) -> Callable[..., Any]:
+def _by_device(name: str, elsewhere: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel of an op, which is another one on a CPU than elsewhere."""
-    on_cpu, elsewhere = CPU_KERNELS[name], globals()[f"_{name}_picked"]
+    on_cpu = CPU_KERNELS[name]
     return lambda first, *rest: (on_cpu if first.device.type == "cpu" else elsewhere)(first, *rest)
 
 
@@ -305,14 +305,18 @@ def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 route_dgrad = define(
-    "route_dgrad", "(Tensor grad, Tensor chosen) -> Tensor", _route_dgrad_fake, _by_device("route_dgrad"), direct=True
+    "route_dgrad",
+    "(Tensor grad, Tensor chosen) -> Tensor",
+    _route_dgrad_fake,
+    _by_device("route_dgrad", _route_dgrad_picked),
+    direct=True,
 )
 """An op that returns the gradient (N, W) of the tokens, given that of the rows."""
 route = define(
     "route",
     "(Tensor x, Tensor chosen, int experts) -> (Tensor, Tensor)",
     _route_fake,
-    _by_device("route"),
+    _by_device("route", _route_picked),
     check=_check_route,
     direct=True,
     backward=_route_backward,
@@ -327,7 +331,7 @@ unroute_dgrad = define(
     "unroute_dgrad",
     "(Tensor grad, Tensor chosen, Tensor share) -> Tensor",
     _unroute_dgrad_fake,
-    _by_device("unroute_dgrad"),
+    _by_device("unroute_dgrad", _unroute_dgrad_picked),
     direct=True,
 )
 """An op that returns the gradient (N k, W) of the rows."""
@@ -335,7 +339,7 @@ unroute_wgrad = define(
     "unroute_wgrad",
     "(Tensor grad, Tensor chosen, Tensor rows, ScalarType dtype) -> Tensor",
     _unroute_wgrad_fake,
-    _by_device("unroute_wgrad"),
+    _by_device("unroute_wgrad", _unroute_wgrad_picked),
     direct=True,
 )
 """An op that returns the gradient (N, k) of the shares, in `dtype`."""
@@ -343,7 +347,7 @@ unroute = define(
     "unroute",
     "(Tensor rows, Tensor chosen, Tensor share) -> Tensor",
     _unroute_fake,
-    _by_device("unroute"),
+    _by_device("unroute", _unroute_picked),
     check=_check_unroute,
     direct=True,
     backward=_unroute_backward,

@@ -7,7 +7,7 @@ device, so that a graph traced on meta is the graph that runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def define(
     kernel: Callable[..., Any],
     *,
     check: Callable[..., None] | None = None,
-    direct: bool = False,
+    direct: bool | Literal["unseen"] = False,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
@@ -53,7 +53,8 @@ def define(
         kernel: computes the outputs.
         check: sees the arguments before the kernel does, and raises for those that are not supported.
         direct: the kernel is also put into DIRECT, where it runs without the check: the code that calls it was traced
-            with the fake.
+            with the fake. "unseen" says that the kernel makes tensors beside its results. Where a dispatch mode
+            watches, which would see them, the op is called there.
         backward: the gradient; without it the op is itself a gradient, and differentiating it is refused.
         setup_context: saves for the backward, as in torch.library.register_autograd.
     """
@@ -67,7 +68,7 @@ def define(
     overload: torch._ops.OpOverload = getattr(torch.ops.piper, name).default
     OP_KERNELS[overload] = kernel
     if direct:
-        DIRECT[overload] = kernel
+        DIRECT[overload] = _unseen(overload, kernel) if direct == "unseen" else kernel
     return overload
 
 
@@ -77,6 +78,11 @@ def _checked(check: Callable[..., None], kernel: _Kernel) -> _Kernel:
         return kernel(*args, **kwargs)
 
     return checked
+
+
+def _unseen(op: _Kernel, kernel: _Kernel) -> _Kernel:
+    watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    return lambda *args: op(*args) if watched() else kernel(*args)
 
 
 def _no_double_backward(qualified: str) -> Callable[..., Any]:

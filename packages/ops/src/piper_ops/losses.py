@@ -142,6 +142,7 @@ cross_entropy_dgrad = define(
     '(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, str reduction="mean", int ignore_index=-100) -> Tensor',
     _dgrad_fake,
     _dgrad_kernel,
+    direct="unseen",
 )
 """An op that returns the gradient of the logits, in their shape."""
 
@@ -151,6 +152,7 @@ cross_entropy = define(
     _cross_entropy_fake,
     _cross_entropy_kernel,
     check=_check,
+    direct="unseen",
     backward=_backward,
     setup_context=_setup_context,
 )

@@ -206,7 +206,6 @@ def _rms_norm_fake(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | 
 def _rms_norm_kernel(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    _check("rms_norm", x, normalized_shape, weight)
     x = x.contiguous()
     dtype = accumulate_dtype(x.dtype)
     # torch's default: the epsilon of the dtype of the arithmetic, not of the input
@@ -228,11 +227,11 @@ def _rms_norm_dgrad_kernel(
             grad_out.contiguous(), x.contiguous(), list(normalized_shape), rstd, weight, [True, False]
         )[0]
         return grad_x
-    grad = grad_out.contiguous().to(rstd.dtype)
-    grad = grad * weight if weight is not None else grad
-    normed = x.contiguous().to(rstd.dtype) * rstd
-    inner = (grad * normed).mean(_dims(x, normalized_shape), keepdim=True)
-    return (grad - normed.mul_(inner)).mul_(rstd).to(x.dtype)
+    grad, wide = grad_out.contiguous().to(rstd.dtype), x.contiguous().to(rstd.dtype)
+    grad = grad * weight if weight is not None else grad.clone()
+    # rstd (grad - x rstd mean(grad x rstd)), in few passes; rstd is not squared, which could leave the range of float32.
+    inner = (grad * wide).mean(_dims(x, normalized_shape), keepdim=True).mul_(rstd).mul_(rstd).neg_()
+    return grad.addcmul_(wide, inner).mul_(rstd).to(x.dtype)
 
 
 def _rms_norm_wgrad_fake(
@@ -277,18 +276,22 @@ rms_norm_dgrad = define(
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight) -> Tensor",
     _dgrad_fake,
     _rms_norm_dgrad_kernel,
+    direct="unseen",
 )
 rms_norm_wgrad = define(
     "rms_norm_wgrad",
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, ScalarType dtype) -> Tensor",
     _rms_norm_wgrad_fake,
     _rms_norm_wgrad_kernel,
+    direct="unseen",
 )
 rms_norm = define(
     "rms_norm",
     "(Tensor x, SymInt[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
     _rms_norm_fake,
     _rms_norm_kernel,
+    check=lambda x, shape, weight, eps: _check("rms_norm", x, shape, weight),
+    direct="unseen",
     backward=_rms_norm_backward,
     setup_context=_rms_norm_setup,
 )

@@ -7,11 +7,12 @@ from piper_compiler.capture._torch_context import check_autocast, check_context,
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture, trace, with_layers
 from piper_compiler.capture.codegen import StepCode, compile_step
-from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
+from piper_compiler.capture.codestore import Captured, CodeStore
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layout_facts import ChunkFacts, IndexFacts, WorkFacts, layout_facts
 from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
 from piper_compiler.capture.narrow import narrowest
+from piper_compiler.capture.other_rows import check_rows
 from piper_compiler.capture.recompute import POLICIES
 from piper_compiler.capture.replacements import own_replacements, replacement
 from piper_compiler.capture.sharding import with_shardings

@@ -317,29 +317,6 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
-@dataclass(frozen=True)
-class RowGuard:
-    """Hold a fact about the row symbols that the traced path depends on.
-
-    Attributes:
-        expr: the fact, as sympy.
-        line: the user's line, if torch knows it.
-    """
-
-    expr: Any
-    line: str | None
-
-
-def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
-    """Return all facts about sizes that Dynamo assumed while it traced."""
-    for node in graph.nodes:
-        value = node.meta.get("example_value")
-        mode = getattr(value, "fake_mode", None)
-        if mode is not None and mode.shape_env is not None:
-            return tuple(RowGuard(g.expr, g.sloc.maybe_user_loc) for g in mode.shape_env.guards if _of_rows(g.expr))
-    return ()
-
-
 def is_symbolic(size: Any) -> bool:
     """Return whether a size depends on the rows."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
@@ -347,7 +324,7 @@ def is_symbolic(size: Any) -> bool:
 
 def data_dependent(tensor: torch.Tensor) -> bool:
     """Return whether the shape of a symbolic tensor depends on values of tensors."""
-    return any(isinstance(s, torch.SymInt) and not _of_rows(s.node.expr) for s in tensor.shape)
+    return any(isinstance(s, torch.SymInt) and not of_rows(s.node.expr) for s in tensor.shape)
 
 
 def is_transform(target: Any) -> bool:
@@ -357,7 +334,7 @@ def is_transform(target: Any) -> bool:
 
 def data_dependent_size(value: Any) -> bool:
     """Return whether a Python number in a graph depends on values of tensors."""
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not _of_rows(value.node.expr)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not of_rows(value.node.expr)
 
 
 def size_at(value: Any, rows: int) -> Any:
@@ -377,10 +354,11 @@ def size_at(value: Any, rows: int) -> Any:
 def expr_at(expr: Any, rows: int) -> Any:
     """Return a sympy expression in row symbols at a number of rows."""
     symbols = getattr(expr, "free_symbols", ())
-    if not _of_rows(expr):
+    if not of_rows(expr):
         raise LookupError(str(expr))
     return expr.subs(dict.fromkeys(symbols, rows)) if symbols else expr
 
 
-def _of_rows(expr: Any) -> bool:
+def of_rows(expr: Any) -> bool:
+    """Return whether a sympy expression depends on nothing but the rows."""
     return all(symbol.name.startswith("s") for symbol in getattr(expr, "free_symbols", ()))

@@ -6,12 +6,14 @@ See the documentation of torch's `aot_export_joint_with_descriptors`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import fx
+from torch._functorch import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -24,6 +26,8 @@ from torch._library.simple_registry import singleton
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from piper_compiler.capture._torch import in_place
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class RawJoint:
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
     """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward where an output requires grad."""
-    with ExitStack() as stack, _use_lazy_graph_module(True), _matrices_unchecked():  # its Python code is not asked for
-        exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module
+    with ExitStack() as stack, _use_lazy_graph_module(True), _matrices_unchecked(), _without_random_states():
+        exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module  # lazy: its code is not asked for
     primals: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
     for node in exported.graph.find_nodes(op="placeholder"):
@@ -72,6 +76,19 @@ def _matrices_unchecked() -> Iterator[None]:
         yield
     finally:
         holder.register(before)
+
+
+@contextmanager
+def _without_random_states() -> Iterator[None]:
+    """Leave out the tracker of random states, which makes a dozen tensors for every trace.
+
+    AOTAutograd reads it only where a setting of torch's makes random numbers functional.
+    """
+    if hasattr(aot_autograd, "PhiloxStateTracker") and not functorch_config.functionalize_rng_ops:
+        with in_place(aot_autograd, {"PhiloxStateTracker": nullcontext}):
+            yield
+    else:
+        yield
 
 
 def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:

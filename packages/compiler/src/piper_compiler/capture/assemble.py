@@ -12,13 +12,14 @@ from torch import fx, nn
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.casts import Casts
-from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec, check_rows
+from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
 from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.measured import OutputMetrics
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
+from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
 from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_compiler.capture.shared import check_shared
@@ -86,6 +87,7 @@ def trace(
             model, batch, loss, casts, most, shared, statistics=statistics, metrics=metrics, evaluating=evaluating
         )
         check_steady(forward)
+        forward = holding_at_other_rows(forward, most)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from piper_compiler.capture import _torch
 from piper_compiler.capture._torch_context import check_context
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
@@ -22,6 +21,7 @@ from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
 from piper_compiler.capture.opaque import trace_opaque
+from piper_compiler.capture.other_rows import check_rows
 from piper_compiler.capture.routed import Routed, RoutedForms, RoutedLayouts, is_routed
 from piper_compiler.capture.stepgraph import Joint
 from piper_compiler.capture.written import blocks_of
@@ -248,7 +248,11 @@ def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
             )
     for port, spec in planned.ports.items():
         if spec != traced.ports[port]:
-            raise CaptureError(f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} is expected from fewer rows")
+            raise CaptureError(
+                f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} follows from other numbers of rows. A size "
+                "does not grow by the same with each row, as where k of topk or a slice x[:k] is more than the rows. Take "
+                "microbatches of more rows, or write it with sizes that follow from the rows"
+            )
 
 
 @dataclass(frozen=True)
@@ -310,13 +314,3 @@ class Captured:
         traced = self.code.trace(chunk.code, rows)
         steps = {s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()}
         return replace(bound, ports=dict(traced.ports), steps=steps)
-
-
-def check_rows(forward: Forward, rows: int) -> None:
-    """Raise CaptureError when the captured path does not hold at `rows` rows."""
-    for guard in forward.guards:
-        if not bool(_torch.expr_at(guard.expr, rows)):
-            raise CaptureError(
-                f"{guard.line or 'the model'}: the model behaves differently with {rows} rows than it did in capture "
-                f"({guard.expr}); Piper chooses the rows of a microbatch, so code may not depend on their number"
-            )

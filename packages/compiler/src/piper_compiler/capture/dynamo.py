@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture._torch_rows import RowGuard, row_guards
 from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.automatic import AutomaticRegions
@@ -83,6 +84,7 @@ class Forward:
         guards: facts about sizes that the path depends on.
         repeat: how to trace the next call, where forward changes something that was there before.
         notes: what was done with the model that its author should know.
+        trace_at: traces the same at another number of rows; None where forward changes something.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -97,7 +99,7 @@ class Forward:
     batch: Mapping[str, Tensor]
     model: nn.Module
     modules: Mapping[str, nn.Module]
-    guards: tuple[_torch.RowGuard, ...]
+    guards: tuple[RowGuard, ...]
     repeat: Repeat | None = None
     kept: Mapping[str, fx.Node | None] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
@@ -106,6 +108,7 @@ class Forward:
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
     metrics: tuple[MetricNode, ...] = ()
+    trace_at: Callable[[int], Forward] | None = None
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -155,7 +158,9 @@ def capture_forward(
         calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics)
         first = calls.trace()
         regions.said()
-        return replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else first
+        return (
+            replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else replace(first, trace_at=calls.trace_at)
+        )
 
 
 @dataclass
@@ -206,7 +211,7 @@ class _Calls:
             batch=batch,
             model=self.model,
             modules=modules,
-            guards=_torch.row_guards(gm.graph),
+            guards=row_guards(gm.graph),
             kept=kept,
             fixed=self.example.fixed,
             joined=self.example.joined,
@@ -221,6 +226,12 @@ class _Calls:
         self.left += [(tensor, None) for tensor in self.example.tensors.values()]
         self.example = self.example.map(lambda _, tensor: torch.zeros_like(tensor))
         return self.trace()
+
+    def trace_at(self, rows: int) -> Forward:
+        """Trace the call with this number of rows in the place of `EXAMPLE_ROWS`."""
+        named = self.example.rows
+        example = self.example.map(lambda name, t: t.new_zeros((rows, *t.shape[1:])) if name in named else t)
+        return replace(self, example=example, left=[]).trace()
 
     def _kept(self, origins: dict[int, InputOrigin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
         """Mark in `origins` the tensors that earlier calls left; return their names with the nodes that made them."""

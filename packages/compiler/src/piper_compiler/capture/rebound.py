@@ -16,7 +16,6 @@ from torch import nn
 
 from piper_compiler.capture._torch_reuse import HOOKS
 
-
 HOLDERS = (FunctionType, MethodType, partial, list, tuple, dict)
 """The types of attributes that may hold functions."""
 
@@ -64,7 +63,7 @@ class _Rebound:
         """Return a container of copies; a list or a dict is known before it is filled, since it may hold itself."""
         if not isinstance(value, list | dict):
             return type(value)(map(self.value, value))
-        made = type(value)()
+        made: Any = type(value)()
         self._made[id(value)] = value, made
         if isinstance(value, dict):
             made.update({key: self.value(item) for key, item in value.items()})

@@ -46,7 +46,7 @@ def check_steady(first: Forward) -> None:
     if first.repeat is None and not cached:
         return
     try:
-        wanted = _transcript(first, {})
+        wanted = transcript(first, {})
         _check_cached([node for node in cached if node in wanted.texts and node not in wanted.constants])
         if first.repeat is not None:
             _compare_calls(wanted, first.repeat)
@@ -66,7 +66,7 @@ def _check_cached(changing: Sequence[fx.Node]) -> None:
         )
 
 
-def _compare_calls(wanted: _Transcript, repeat: Repeat) -> None:
+def _compare_calls(wanted: Transcript, repeat: Repeat) -> None:
     state = repeat.state
     unknown: list[Change] = []
     for _ in range(MOST_CALLS):
@@ -80,7 +80,7 @@ def _compare_calls(wanted: _Transcript, repeat: Repeat) -> None:
             changes = list(state.changes.values())
             raise CaptureError(f"{_subject(changes, [])}; its next call cannot be captured: {error}. {ADVICE}") from error
         texts = {name: wanted.texts[node] for name, node in again.kept.items() if node in wanted.constants}
-        if _transcript(again, texts).lines != wanted.lines:
+        if transcript(again, texts).lines != wanted.lines:
             kept = [o.name for o in again.origins.values() if o.kind == "kept"]
             read = [name for name in kept if name not in texts] or kept
             changes = unknown or list(state.changes.values())
@@ -118,7 +118,7 @@ def _holds(changed: str, kept: str) -> bool:
 
 
 @dataclass
-class _Transcript:
+class Transcript:
     """Write down what a graph computes, without names.
 
     Attributes:
@@ -132,11 +132,11 @@ class _Transcript:
     constants: set[fx.Node] = field(default_factory=set)
 
 
-def _transcript(forward: Forward, kept: Mapping[str, str]) -> _Transcript:
+def transcript(forward: Forward, kept: Mapping[str, str]) -> Transcript:
     """Return the transcript of a graph; `kept` has texts for tensors that an earlier call made of constants."""
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
-    out = _Transcript(constants=_constants(forward, ops.nodes, facts, kept))
+    out = Transcript(constants=_constants(forward, ops.nodes, facts, kept))
     for node, origin in forward.origins.items():
         out.texts[node] = kept.get(origin.name) or f"{origin.kind} {origin.name}"
     for node in ops.nodes:

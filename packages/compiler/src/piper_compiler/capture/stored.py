@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from piper_compiler.capture._torch import RowGuard
+from piper_compiler.capture._torch_rows import RowGuard
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import with_layers
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec

@@ -15,6 +15,7 @@ from piper_compiler.capture._torch_blocks import attention_modules_traced
 from piper_compiler.capture._torch_failing import failing_module
 from piper_compiler.capture._torch_gradients import requires_grad_traced
 from piper_compiler.capture._torch_locks import LockedCalls
+from piper_compiler.capture._torch_rows import row_guards
 from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.autocast import write_casts
 from piper_compiler.capture.automatic import AutomaticRegions, Untraceable, causes, module_of
@@ -230,7 +231,7 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
     rows = [n.meta["example_value"].shape[0] for n, v in zip(nodes, inputs, strict=True) if id(v) in batch]
     if all(_torch.is_symbolic(r) for r in rows):
         return None
-    lines = [g.line for g in _torch.row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
+    lines = [g.line for g in row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
     return CaptureError(
         f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
         f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS})"

@@ -1,0 +1,70 @@
+"""Find what someone has put in place of torch's functions, and of the methods of its modules.
+
+A trace goes through modules of torch, which call these by names that the user's code does not show. What counts is what
+a name stands for now: a patch may be older than Piper's import, and may be another function of torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import torch
+import torch.nn.modules
+
+from piper.api.reads import home_of, is_foreign
+
+_FUNCTIONS = (torch, torch.nn.functional, torch.nn.init, torch.fft, torch.linalg, torch.special)
+_NO_FUNCTION = (types.ModuleType, type, bool, int, float, str)
+_DYNAMO = "torch._dynamo"
+"""The module that puts functions of its own in place of some, which change no result."""
+
+
+def replaced_in_torch() -> list[tuple[str, object]]:
+    """Return (name, value) of functions of torch that are not what their name says.
+
+    The value is a foreign function or object itself, and of another function of torch's its full name. Some aliases are
+    torch's own, and in every list.
+    """
+    found: list[tuple[str, object]] = []
+    owners: list[types.ModuleType | type] = [*_FUNCTIONS, torch.Tensor, *_classes_of_modules()]
+    for owner in owners:
+        inside = f"{owner.__qualname__}." if isinstance(owner, type) else ""
+        path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        for name, value in list(vars(owner).items()):
+            function = _function_of(value)
+            if (replaced := _replacement(function, inside, name)) is not None:
+                found.append((f"{path}.{name}", replaced))
+    return found
+
+
+def _replacement(function: object, inside: str, name: str) -> object:
+    """Return what counts of a function that has a name of another one; None of one that is where it belongs."""
+    if isinstance(function, _NO_FUNCTION) or not callable(function):
+        return None
+    known = getattr(function, "__qualname__", None)
+    if is_foreign(function) or (known is None and home_of(type(function).__module__) != "known"):
+        return function
+    if not isinstance(known, str):
+        return function if isinstance(function, functools.partial) else None
+    module = str(getattr(function, "__module__", None))
+    written = isinstance(function, types.FunctionType)
+    if module.startswith(_DYNAMO) or (known == inside + name if written else known.rpartition(".")[2] == name):
+        return None
+    return f"{module}.{known}"
+
+
+def _function_of(value: object) -> object:
+    match value:
+        case property():
+            return value.fget
+        case classmethod() | staticmethod():
+            return value.__func__
+        case _:
+            return value
+
+
+def _classes_of_modules() -> list[type]:
+    """Return the classes of torch's modules, and those from which they inherit."""
+    kinds = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
+    return list(dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("torch.")))
