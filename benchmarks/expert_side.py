@@ -48,6 +48,8 @@ class TorchExperts(nn.Module):
         self.router, self.top_k, self.group = whole.router, config.top_k, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.own = config.experts // self.world
+        self.tokens = torch.zeros(config.experts, dtype=torch.int64)
+        """How many tokens chose each expert: torchtitan counts them, and ours does."""
         mine = slice(self.rank * self.own, (self.rank + 1) * self.own)
         self.gate, self.up, self.down = (nn.Parameter(getattr(whole, name).detach()[mine].clone()) for name in STACKS)
 
@@ -58,6 +60,7 @@ class TorchExperts(nn.Module):
         expert, order = chosen.view(-1).sort(stable=True)
         token = order // self.top_k
         counts = torch.bincount(expert, minlength=self.own * self.world)
+        self.tokens.add_(counts)
         gave = self._exchanged(tokens.index_select(0, token), counts) * shares.view(-1).index_select(0, order).unsqueeze(1)
         return torch.zeros_like(tokens).scatter_add(0, token.unsqueeze(1).expand_as(gave), gave).view_as(x)
 

@@ -8,14 +8,31 @@ one, from its row `first` on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+SIZES = "_piper_sizes"
+"""The attribute of a table, which is never written again, with the numbers of rows that were counted from it."""
+T = TypeVar("T")
+
+
+def _known(table: Tensor, key: tuple[str, int, int, int], count: Callable[[Tensor, int, int, int], T]) -> T:
+    """Return what is counted of a table, once: passes forth and back, and those of gradients, ask for the same."""
+    found: dict[object, T] = table.__dict__.setdefault(SIZES, {})
+    if key not in found:
+        found[key] = count(table, *key[1:])
+    return found[key]
+
 
 def taken_sizes(table: Tensor, place: int, first: int, places: int) -> list[list[int]]:
     """Return for each device, and each own expert, how many rows come in."""
+    return _known(table, ("taken", place, first, places), _taken_sizes)
+
+
+def _taken_sizes(table: Tensor, place: int, first: int, places: int) -> list[list[int]]:
     own = table.shape[1] // table.shape[0]
     found: list[list[int]] = []
     for counts in table[:, place * own : (place + 1) * own].tolist():
@@ -39,6 +56,14 @@ def _turned(sizes: Sequence[Sequence[int]], rows: int) -> list[int]:
     """Return how many rows lie behind each other when they are sorted by expert, then by device; the rest is last."""
     flat = [size for of in zip(*sizes, strict=True) for size in of]
     return [*flat, rows - sum(flat)]
+
+
+def _joined(blocks: Sequence[Tensor], into: Tensor, rest: Sequence[Tensor] = ()) -> None:
+    """Write blocks behind each other, and zeros into the rest."""
+    torch.cat([*blocks], out=into)
+    for gap in rest:
+        if gap.shape[0]:
+            gap.zero_()
 
 
 def _copied(into: Sequence[Tensor], given: Sequence[Tensor], gaps: Sequence[Tensor]) -> None:
@@ -73,6 +98,10 @@ def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
 
 def sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple[int, int, int]]:
     """Return for each device how many of its rows are before those that are sent, are sent, and are behind."""
+    return _known(table, ("sent", place, first, places), _sent_sizes)
+
+
+def _sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple[int, int, int]]:
     found = []
     counts, own = table[place].tolist(), table.shape[1] // table.shape[0]
     for total in (sum(counts[k : k + own]) for k in range(0, len(counts), own)):
@@ -87,39 +116,45 @@ def _at_home(sizes: Sequence[tuple[int, int, int]], rows: int) -> list[int]:
     return [*flat, rows - sum(flat)]
 
 
-def take_packed(came: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows that came in behind each other, sorted by expert and then by device."""
-    flat = [size for of in sizes for size in of]
-    given = came.split_with_sizes([*flat, came.shape[0] - sum(flat)])
+def take_packed(came: Tensor, sizes: Sequence[Sequence[int]], own: Tensor | None = None, place: int = -1) -> Tensor:
+    """Return rows that came in behind each other, sorted by expert and then by device.
+
+    Those of the device at `place` are in `own` where they have not come in.
+    """
+    devices, each = len(sizes), len(sizes[0])
+    filled = sum(map(sum, sizes))
+    given = iter(came.split_with_sizes(_behind(sizes, came.shape[0], -1 if own is None else place)))
+    of = [own.split_with_sizes(sizes[d]) if own is not None and d == place else [next(given) for _ in sizes[d]] for d in range(devices)]
     made = torch.empty_like(came)
-    *into, rest = made.split_with_sizes(_turned(sizes, made.shape[0]))
-    _copied(into, [given[k] for k in _order(sizes)], [rest])
+    _joined([of[d][e] for e in range(each) for d in range(devices)], made[:filled], [made[filled:]])
     return made
+
+
+def _behind(sizes: Sequence[Sequence[int]], rows: int, without: int) -> list[int]:
+    """Return the sizes of all devices' blocks but one device's, and how many of the rows are left behind them."""
+    flat = [size for device, of in enumerate(sizes) if device != without for size in of]
+    return [*flat, rows - sum(flat)]
 
 
 def give_packed(made: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     """Return rows that are sorted by expert as they came in, behind each other."""
     out = torch.empty_like(made)
-    flat = [size for of in sizes for size in of]
-    into = out.split_with_sizes([*flat, out.shape[0] - sum(flat)])
-    *given, _ = made.split_with_sizes(_turned(sizes, made.shape[0]))
-    _copied([into[k] for k in _order(sizes)], given, ())
+    given = made.split_with_sizes(_turned(sizes, made.shape[0]))
+    devices, each = len(sizes), len(sizes[0])
+    _joined([given[e * devices + d] for d in range(devices) for e in range(each)], out[: sum(map(sum, sizes))])
     return out
 
 
-def _order(sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the numbers of the blocks of a device's experts, by expert and then by device."""
-    each = len(sizes[0])
-    return [device * each + expert for expert in range(each) for device in range(len(sizes))]
-
-
-def packed(rows: Tensor, sizes: Sequence[tuple[int, int, int]], shape: Sequence[int]) -> Tensor:
-    """Return what goes to each device, behind each other, in a tensor of this shape."""
-    out = rows.new_empty(shape)
-    kept = [size for _, size, _ in sizes]
-    *into, _ = out.split_with_sizes([*kept, out.shape[0] - sum(kept)])
-    _copied(into, rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3], ())
+def packed(blocks: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return blocks of rows behind each other, in a tensor of this shape."""
+    out = blocks[0].new_empty(shape)
+    _joined(blocks, out[: sum(block.shape[0] for block in blocks)])
     return out
+
+
+def sent_blocks(rows: Tensor, sizes: Sequence[tuple[int, int, int]]) -> Sequence[Tensor]:
+    """Return what of sorted rows goes to each device."""
+    return rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3]
 
 
 def home_packed(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tensor:
@@ -147,3 +182,11 @@ def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tens
     given = back.view(-1, back.shape[2]).split_with_sizes([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
     _copied(into[1::3], given[::2], [gap for k, gap in enumerate(into) if k % 3 != 1])
     return out
+
+
+def add_home(back: Tensor, sizes: Sequence[tuple[int, int, int]], total: Tensor) -> None:
+    """Add rows to those of `total` where they were sent from."""
+    into = total.split_with_sizes(_at_home(sizes, total.shape[0]))[1::3]
+    for part, came, (_, size, _) in zip(into, back, sizes, strict=True):
+        if size:
+            part += came[:size]

@@ -35,10 +35,18 @@ def there(
         return trades.take(exchange("all_to_all", axis, trades.send(rows, table, place, slot, 0)), table, place, 0)
     sizes, of = blocks.taken_sizes(table, place, 0, slot), blocks.sent_sizes(table, place, 0, slot)
     came = rows.new_empty((len(sizes) * slot, rows.shape[1]))
-    given = rows if not any(behind for _, _, behind in of) else blocks.packed(rows, of, came.shape)
-    exchange("all_to_all", axis, given, Cuts(came, [size for _, size, _ in of], [sum(size) for size in sizes]))
+    parts = blocks.sent_blocks(rows, of)
+    sent, got = [size for _, size, _ in of], [sum(size) for size in sizes]
+    own = parts[place] if place in (0, len(parts) - 1) else None  # what others get lies side by side without it
+    if own is not None:
+        sent[place] = got[place] = 0
+    if any(behind for _, _, behind in of):
+        given = blocks.packed([part[:size] for part, size in zip(parts, sent, strict=True)], came.shape)
+    else:
+        given = rows if own is None or place else rows[own.shape[0] :]
+    exchange("all_to_all", axis, given, Cuts(came, sent, got))
     del given
-    return blocks.take_packed(came, sizes), torch.tensor([sum(size) for size in zip(*sizes, strict=True)])
+    return blocks.take_packed(came, sizes, own, place), torch.tensor([sum(size) for size in zip(*sizes, strict=True)])
 
 
 def back(exchange: Callable[..., Tensor], axis: str, box: list[Tensor], table: Tensor, place: int, rows: int) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 from piper_ops import reserved
 from piper_ops.errors import ExpertsOverflow
 from piper_ops.library import LIBRARY, contiguous_empty, define
+from piper_ops.trades import add_home as _add_home
 from piper_ops.trades import counted as _counted
 from piper_ops.trades import give as _give
 from piper_ops.trades import home as _home
@@ -95,11 +96,11 @@ class _Rounds:
         sent = _send(rows, self._table, self._place, self._slot, number, places)
         return _take(self._exchange("all_to_all", self._axis, sent), self._table, self._place, number, self._slot)
 
-    def back(self, made: Tensor, rows: int, number: int) -> Tensor:
-        """Return what all devices made of the own rows."""
+    def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
+        """Add what all devices made of the own rows to `total`, in the rows' places."""
         given = _give(made, self._table, self._place, number, self._slot, self._places(number))
         came = self._exchange("all_to_all", self._axis, given)
-        return _home(came, self._table, self._place, rows, number, self._slot)
+        _add_home(came, self._table, self._place, total, number, self._slot)
 
     def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
         return self._body([rows, counts, *weights])[0]
@@ -129,7 +130,7 @@ def add_further(
     """Add the rows of further rounds to those of round 0, where they were sent from."""
     run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
-        out += run.back(run.made(*run.there(rows, number), weights), rows.shape[0], number)
+        run.add_back(run.made(*run.there(rows, number), weights), number, out)
     return out
 
 
@@ -159,7 +160,7 @@ def _add_dgrad(
             made = run.made(given.requires_grad_(), counts, weights)
         (found,) = torch.autograd.grad(made, given, above)
         del made, above, given
-        total += run.back(found, rows.shape[0], number)
+        run.add_back(found, number, total)
         del found
     return total
 

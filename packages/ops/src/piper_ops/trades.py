@@ -52,6 +52,14 @@ def home(back: Tensor, table: Tensor, place: int, rows: int, number: int, slot: 
     return back.view(devices * places, width).index_select(0, found).masked_fill_(other.unsqueeze(1), 0)
 
 
+def add_home(back: Tensor, table: Tensor, place: int, total: Tensor, number: int, slot: int) -> None:
+    """Add the rows of a round to those of `total` where they were sent from; there are `slot` places in round 0."""
+    if counted(table):
+        blocks.add_home(back, blocks.sent_sizes(table, place, number * slot, back.shape[1]), total)
+    else:
+        total += home(back, table, place, total.shape[0], number, slot)
+
+
 def by_expert(table: Tensor, place: int, slot: int, number: int, places: int) -> tuple[Tensor, Tensor]:
     """Return the order by own expert of what came in in a round, and how many rows each expert has.
 
