@@ -50,6 +50,9 @@ SEEN = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_
 SEEN |= {"image_size": SIZE, "patch_size": 8}
 """The sizes of a part of a model that has several."""
 
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+"""Rotary angles of three dimensions."""
+
 OWN: dict[str, dict[str, Any]] = {
     "bert-generation": {"is_decoder": True},
     **{key: {"hidden_sizes": [16] * 4, "depths": [1, 1, 2, 1], "patch_size": 4} for key in ("convnext", "convnextv2")},
@@ -60,6 +63,7 @@ OWN: dict[str, dict[str, Any]] = {
     "pvt": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_encoder_blocks": 2, "patch_sizes": [4, 2], "strides": [4, 2]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
+    **{f"{key}_text": MROPE for key in ("qwen2_vl", "qwen2_5_vl")},
     "falcon": {"new_decoder_architecture": False},
     **{key: {"head_dim": 4, "num_key_value_heads": 4} for key in ("deepseek_v2", "deepseek_v3")},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},

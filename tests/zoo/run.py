@@ -38,7 +38,7 @@ PACKAGES = ("transformers", "diffusers", "peft", "timm", "accelerate")
 ALONE = ("torchvision==0.28.*", "torchtitan==0.2.2", "tensorboard", "absl-py", "pyarrow", "multiprocess", "dill", "xxhash")
 """What is installed without what it asks for, which is a torch of another build or more than its models need."""
 LIBRARIES = ("transformers", "torchvision", "timm", "diffusers")
-LISTS = ("titan", "hugging_face", "vision", "diffusion", "others")
+LISTS = ("titan", "hugging_face", "vision", "diffusion", "others", "modalities")
 
 
 def main(argv: list[str] | None = None) -> int:

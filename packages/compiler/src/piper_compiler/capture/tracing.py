@@ -232,7 +232,10 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
     if all(_torch.is_symbolic(r) for r in rows):
         return None
     lines = [g.line for g in row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
+    lines += [line_of(node) for node in module.graph.nodes if _torch.is_transform(node.target)]
     return CaptureError(
         f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
-        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS})"
+        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS}). A loop over the rows "
+        "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all rows at once, or leave out what "
+        "makes the model do so"
     )
