@@ -61,6 +61,7 @@ OWN: dict[str, dict[str, Any]] = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
     "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "patch_size": 4},
     "pvt": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_encoder_blocks": 2, "patch_sizes": [4, 2], "strides": [4, 2]},
+    **{key: {"attention_type": "original_full"} for key in ("big_bird", "bigbird_pegasus")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
     **{f"{key}_text": MROPE for key in ("qwen2_vl", "qwen2_5_vl")},

@@ -86,6 +86,7 @@ SPEECH = {
     "wavlm": "WavLM",
     "data2vec-audio": "Data2VecAudio",
     "sew": "SEW",
+    "sew-d": "SEWD",
     "unispeech": "UniSpeech",
     "unispeech-sat": "UniSpeechSat",
     "wav2vec2-conformer": "Wav2Vec2Conformer",
@@ -104,6 +105,10 @@ def with_losses() -> Kinds:
     first = fixed(torch.cat([torch.ones(4), torch.zeros(LENGTH)]).long())
     told = row_of(input_ids=behind_images(4), pixel_values=IMAGE, labels=integers(VOCAB, 4 + LENGTH), token_type_ids=first)
     many = row_of(input_ids=behind_images(PATCHES), pixel_values=IMAGE, labels=integers(VOCAB, PATCHES + LENGTH))
+    after = fixed(torch.cat([torch.zeros(PATCHES), torch.ones(LENGTH)]).long())
+    pali = row_of(
+        input_ids=behind_images(PATCHES), pixel_values=IMAGE, labels=integers(VOCAB, PATCHES + LENGTH), token_type_ids=after
+    )
     tiles = row_of(input_ids=behind_images(4), pixel_values=numbers(1, 3, SIZE, SIZE), labels=integers(VOCAB, 4 + LENGTH))
     page = row_of(input_ids=WORDS, bbox=integers(50, LENGTH, 4), pixel_values=IMAGE, labels=integers(5, LENGTH))
     heard, spectrum = row_of(input_values=WAVE, labels=CLASS), row_of(input_features=SPECTRUM, labels=CLASS)
@@ -138,6 +143,7 @@ def with_losses() -> Kinds:
         ("vit_mae", "ViTMAEForPreTraining", row_of(pixel_values=IMAGE, noise=numbers(PATCHES)), DECODING),
         ("llava", "LlavaForConditionalGeneration", many, {"image_token_index": IMAGE_TOKEN}),
         ("gemma3", "Gemma3ForConditionalGeneration", told, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
+        ("paligemma", "PaliGemmaForConditionalGeneration", pali, {"image_token_id": IMAGE_TOKEN, "projection_dim": 32}),
         ("idefics3", "Idefics3ForConditionalGeneration", tiles, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
         ("blip-2", "Blip2ForConditionalGeneration", seen, {"num_query_tokens": 4, "image_token_index": IMAGE_TOKEN}),
         ("git", "GitForCausalLM", row_of(input_ids=WORDS, pixel_values=IMAGE, labels=WORDS), {}),

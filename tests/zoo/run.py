@@ -100,11 +100,13 @@ def try_all(patterns: list[str], *, again: bool) -> None:
     from tests.zoo import judge
 
     judge.warm_up()
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     done = set() if again else {(line["model"], line["dp"]) for line in results()}
     for entry in listed():
         wanted = not patterns or any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
         replicas = [n for n in REPLICAS if (entry.name, n) not in done]
         for line in apart(entry, replicas) if wanted and replicas else ():
+            line["commit"] = commit
             with RESULTS.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
