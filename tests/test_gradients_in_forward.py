@@ -70,7 +70,7 @@ def frozen(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def attribute(linear: nn.Linear, x: Tensor) -> Tensor:
-    x.requires_grad = True
+    linear.weight.requires_grad = False
     return torch.tanh(linear(x))
 
 
@@ -97,7 +97,7 @@ def unmarked(linear: nn.Linear, x: Tensor) -> Tensor:
 
 REFUSED: list[tuple[Step, int, str]] = [
     (frozen, 1, "tensor of the model is trained is changed in forward.*in the function that makes the model"),
-    (attribute, 1, r"set as an attribute.*x\.requires_grad_\(\)"),
+    (attribute, 1, "set as an attribute.*where the model is made"),
     (created, 1, r"made with requires_grad=True.*torch\.zeros\(8\)\.requires_grad_\(\)"),
     (retained, 2, "keeps no gradients of activations.*torch.autograd.grad"),
     (backward, 2, r"adds to the gradients of parameters.*torch.autograd.grad\(y\.sum\(\), x, create_graph=True\)"),

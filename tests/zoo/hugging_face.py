@@ -50,6 +50,9 @@ SEEN = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_
 SEEN |= {"image_size": SIZE, "patch_size": 8}
 """The sizes of a part of a model that has several."""
 
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+"""Rotary angles of three dimensions."""
+
 OWN: dict[str, dict[str, Any]] = {
     "bert-generation": {"is_decoder": True},
     **{key: {"hidden_sizes": [16] * 4, "depths": [1, 1, 2, 1], "patch_size": 4} for key in ("convnext", "convnextv2")},
@@ -58,10 +61,12 @@ OWN: dict[str, dict[str, Any]] = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
     "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "patch_size": 4},
     "pvt": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_encoder_blocks": 2, "patch_sizes": [4, 2], "strides": [4, 2]},
+    **{key: {"attention_type": "original_full"} for key in ("big_bird", "bigbird_pegasus")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
+    **{f"{key}_text": MROPE for key in ("qwen2_vl", "qwen2_5_vl")},
     "falcon": {"new_decoder_architecture": False},
-    "deepseek_v3": {"head_dim": 4},
+    **{key: {"head_dim": 4, "num_key_value_heads": 4} for key in ("deepseek_v2", "deepseek_v3")},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
     **{key: {"vision_config": SEEN, "text_config": SEEN} for key in ("siglip", "clip")},
@@ -103,18 +108,14 @@ def entries() -> Iterator[Entry]:
         yield Entry("transformers", model_type, partial(made, model_type, name), row_of(kind), own_loss=True)
 
 
-def made(model_type: str, name: str) -> nn.Module:
-    """Return a shrunken model with random weights, as `AutoModel.from_config` makes it."""
+def made(model_type: str, name: str, **more: Any) -> nn.Module:
+    """Return a shrunken model with random weights, as `AutoModel.from_config` makes it, with `more` fields."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[model_type]
-    default = kind()
-    known = {*default.to_dict(), *getattr(kind, "attribute_map", {})}
-    drops = {field: 0.0 for field in known if "drop" in field and isinstance(getattr(default, field, None), float)}
-    fitting = {f: value for f, value in SMALL.items() if f in known and not isinstance(getattr(default, f, None), list | tuple)}
-    always = {"num_labels": 5, "decoder_start_token_id": 0}
-    config = kind(**{**always, **fitting, **drops, **OWN.get(model_type, {})})
+    config = kind(**{"num_labels": 5, "decoder_start_token_id": 0, **shrunk(kind()), **OWN.get(model_type, {}), **more})
+    config._experts_implementation = "eager"  # the grouped kernels know no float64
     module = importlib.import_module(f"transformers.models.{kind.__module__.split('.')[-2]}")
     model_class: Any = getattr(transformers, name, None) or getattr(module, name)
     with torch.device("meta"):
@@ -123,6 +124,20 @@ def made(model_type: str, name: str) -> nn.Module:
         raise ValueError(f"{size} parameters: its configuration has sizes of other names")
     model: nn.Module = model_class(config)
     return without_dropout(model.train())
+
+
+def shrunk(default: Any) -> dict[str, Any]:
+    """Return small values for the fields of a configuration, and of the configurations in it."""
+    values: dict[str, Any] = {}
+    for field in {**default.to_dict(), **getattr(default, "attribute_map", {})}:
+        value = getattr(default, field, None)
+        if hasattr(value, "to_dict"):
+            values[field] = {**shrunk(value), **OWN.get(value.model_type, {}), "model_type": value.model_type}
+        elif "drop" in field and isinstance(value, float):
+            values[field] = 0.0
+        elif field in SMALL and not isinstance(value, list | tuple):
+            values[field] = SMALL[field]
+    return values
 
 
 def pretrained() -> nn.Module:

@@ -5,41 +5,69 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import piper
-from piper.api.capturing import captured_job
+from piper.api import capturing
+from piper.api.capturing import CaptureKey, captured_job
 from piper.api.reference import FLOOR, RunOutcome, reference, typical_norm
 from piper.api.tolerance import STRICT
 from piper_compiler.capture import narrowest
 from piper_ir.errors import PiperError
 from piper_runtime.rank import rng_places
-from tests.zoo.entries import Entry, batch_of, distance, features
+from tests.zoo.entries import Entry, batch_of, distance, features, first_tensor
 
 MICROBATCHES, ROWS, STEPS = 2, 3, 2
 
 
-def tried(entry: Entry, replicas: int) -> dict[str, Any]:
-    """Return what becomes of a model with two stages: the largest error, the refusal, or what else went wrong."""
-    begin = time.process_time()
-    found: dict[str, Any] = {"model": entry.name, "dp": replicas}
+def tried(entry: Entry, replicas: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield what becomes of a model with two stages and so many replicas, once for each number.
+
+    A line has the largest error, the refusal, or what else went wrong. The model is captured once for all of them, also
+    where two jobs of one model cannot be told to be alike.
+    """
     warnings.simplefilter("ignore")
+    same = CaptureKey(entry.name, "", "", "", "", ())
+    found = capturing.capture_key
+    with mock.patch.object(capturing, "capture_key", lambda job, **given: found(job, **given) or same):
+        for number in replicas:
+            begin = time.process_time()
+            line = {"model": entry.name, "dp": number, **became(entry, number)}
+            yield line | {"seconds": round(time.process_time() - begin, 1)}
+
+
+def became(entry: Entry, replicas: int) -> dict[str, Any]:
+    """Return the outcome for a model, and its error or the reason; it is not made where plain PyTorch cannot run it."""
     try:
-        entry.make()
+        run_plain(entry)
     except Exception as error:  # of whatever kind: the configuration, not Piper, is at fault
-        return {**found, "outcome": "not made", "why": said(error)}
+        return {"outcome": "not made", "why": said(error)}
     try:
-        found |= {"outcome": "equal", "error": error_of(entry, replicas)}
+        found: dict[str, Any] = {"outcome": "equal", "error": error_of(entry, replicas)}
         if found["error"] > STRICT.value:
             found["narrow"] = narrow_line(entry, replicas)
     except PiperError as error:
-        found |= {"outcome": "refused", "why": said(error)}
+        return {"outcome": "refused", "why": said(error)}
     except Exception as error:  # the table says so: none of these should be
-        found |= {"outcome": "failed", "why": f"{type(error).__name__}: {said(error)}"}
-    return {**found, "seconds": round(time.process_time() - begin, 1)}
+        return {"outcome": "failed", "why": f"{type(error).__name__}: {said(error)}"}
+    return found
+
+
+def run_plain(entry: Entry) -> None:
+    """Make a model and run its forward and backward once, without Piper."""
+    job = job_of(entry, 1)
+    model, batch = entry.make().to(getattr(torch, entry.params)), job.batch(0, range(2))
+    given, targets = (batch, None) if entry.own_loss else batch
+    cast = pytree.tree_map(lambda t: t.to(getattr(torch, entry.params)) if t.is_floating_point() else t, given)
+    output = model(**cast) if isinstance(cast, dict) else model(*cast) if isinstance(cast, tuple) else model(cast)
+    loss = first_tensor(output) if targets is None else distance(output, targets)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch
 
 
 def said(error: BaseException) -> str:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "zoo"
 RESULTS = HOME / "results.jsonl"
 LIMIT_S = 900
-REPLICATED = 5
-"""Of so many models, one is tried on two replicas as well."""
+REPLICAS = (1, 2)
+"""A model is tried on so many replicas; the second takes a second, since the model is captured once for both."""
 
 PACKAGES = ("transformers", "diffusers", "peft", "timm", "accelerate")
 ALONE = ("torchvision==0.28.*", "torchtitan==0.2.2", "tensorboard", "absl-py", "pyarrow", "multiprocess", "dill", "xxhash")
 """What is installed without what it asks for, which is a torch of another build or more than its models need."""
 LIBRARIES = ("transformers", "torchvision", "timm", "diffusers")
-LISTS = ("titan", "hugging_face", "vision", "diffusion", "others")
+LISTS = ("titan", "hugging_face", "vision", "diffusion", "others", "modalities")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,15 +100,16 @@ def try_all(patterns: list[str], *, again: bool) -> None:
     from tests.zoo import judge
 
     judge.warm_up()
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     done = set() if again else {(line["model"], line["dp"]) for line in results()}
-    for number, entry in enumerate(listed()):
+    for entry in listed():
         wanted = not patterns or any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
-        for replicas in (1, 2) if number % REPLICATED == 0 else (1,):
-            if wanted and (entry.name, replicas) not in done:
-                line = apart(entry, replicas)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(json.dumps(line), flush=True)
+        replicas = [n for n in REPLICAS if (entry.name, n) not in done]
+        for line in apart(entry, replicas) if wanted and replicas else ():
+            line["commit"] = commit
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
 
 
 def listed() -> Iterator[Any]:
@@ -118,8 +119,8 @@ def listed() -> Iterator[Any]:
         yield from (entry for entry in turn if entry is not None)
 
 
-def apart(entry: Any, replicas: int) -> dict[str, Any]:
-    """Return what a process of its own says of a model; it is forked, so that libraries are imported once."""
+def apart(entry: Any, replicas: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield what a process of its own says of a model; it is forked, so that libraries are imported once."""
     from tests.zoo import judge
     from tests.zoo.vision import prepare
 
@@ -128,20 +129,28 @@ def apart(entry: Any, replicas: int) -> dict[str, Any]:
         import_module(entry.library)
     context = multiprocessing.get_context("fork")
     mine, its = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: its.send(judge.tried(entry, replicas)), daemon=False)
+
+    def tell() -> None:
+        for line in judge.tried(entry, replicas):
+            its.send(line)
+
+    child = context.Process(target=tell, daemon=False)
     child.start()
     its.close()
     try:
-        if mine.poll(LIMIT_S):
-            line: dict[str, Any] = mine.recv()
-            return line
-        why = f"no result after {LIMIT_S} s"
-    except EOFError:
-        why = "the process ended without a result"
+        for number in replicas:
+            why = f"no result after {LIMIT_S} s"
+            try:
+                if mine.poll(LIMIT_S):
+                    yield mine.recv()
+                    continue
+            except EOFError:
+                why = "the process ended without a result"
+            yield {"model": entry.name, "dp": number, "outcome": "failed", "why": why}
+            return
     finally:
         child.kill()
         child.join()
-    return {"model": entry.name, "dp": replicas, "outcome": "failed", "why": why}
 
 
 if __name__ == "__main__":

@@ -29,10 +29,12 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     models = {line["model"]: line for line in tried if line["dp"] == 1}
     counts = Counter(outcome(line) for line in models.values())
     twice = [line for line in tried if line["dp"] > 1]
+    commits = Counter(str(line.get("commit", "unknown")) for line in models.values())
+    by_commit = ", ".join(f"{count} at {commit}" for commit, count in commits.most_common())
     said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     head = [
         f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as well, "
-        f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
+        f"{sum(outcome(line) == 'equal' for line in twice)} equal. By commit of Piper: {by_commit}.",
         "",
         "| model | outcome | largest error, or the reason |",
         "|---|---|---|",

@@ -51,7 +51,8 @@ def _parts(value: object) -> Iterator[object]:
         case types.FunctionType():
             yield from (*cells(value), *(value.__defaults__ or ()), *vars(value).values())
         case dict():
-            yield from (part for pair in list(value.items()) for part in pair)
+            # What is stored, as `dict` has it: a class may import packages in an `items` of its own, and fail.
+            yield from (part for pair in list(dict.items(value)) for part in pair)
         case list() | tuple() | set() | frozenset():
             yield from list(value)
         case functools.partial():

@@ -98,4 +98,7 @@ def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
         if child not in seen:
             seen.add(child)
-            yield from child if isinstance(child, nn.ModuleList) else _entries(child, seen)
+            entries = (
+                [entry for entry in child if entry is not None] if isinstance(child, nn.ModuleList) else _entries(child, seen)
+            )
+            yield from entries

@@ -20,6 +20,7 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions as dynamo_functions
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -194,6 +195,8 @@ def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
 
     def note(item: Any, attribute: str | None) -> None:
         if isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting) and item.source is not None:
+            if isinstance(item, TorchFunctionModeStackVariable):  # it has no name, and a mode is left where it was entered
+                return
             source = item.source.name
             place = source if attribute is None else f"{source}.{attribute}"
             noted(Change(attribute_name(source, attribute), _user_line(TracingContext.extract_stack()), place))

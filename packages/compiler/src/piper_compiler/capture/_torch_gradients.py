@@ -1,5 +1,7 @@
 """Hold the private API of torch by which `x.requires_grad_()` in forward is traced: it adds nothing to the graph.
 
+`x.requires_grad = True`, as models of speech have it, is the same.
+
 Only `torch.autograd.grad` and `backward` ask for the gradient of such a tensor, and no graph holds these: they run as
 they are, in a module of their own, or are refused. So what is left for the trace to do is the answer of
 `x.requires_grad` afterwards. Tensors of the model are refused: whether one is trained is asked before the forward.
@@ -12,6 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from piper_compiler.capture._torch import in_place
@@ -26,8 +30,8 @@ REFUSED = {
         "that is no parameter needs none.",
     ),
     "setattr() on Tensor.requires_grad": (
-        "requires_grad is set as an attribute",
-        "Write x.requires_grad_() in the place of x.requires_grad = True. Parameters get it where the model is made.",
+        "requires_grad is set as an attribute to something else than True",
+        "Write x.detach() for a tensor that shall have no gradient. Parameters get it where the model is made.",
     ),
     "creation function with requires_grad=True": (
         "a tensor is made with requires_grad=True",
@@ -50,7 +54,7 @@ REFUSED = {
 @contextmanager
 def requires_grad_traced() -> Iterator[None]:
     """Let Dynamo trace that a tensor of the batch, or one that forward makes, shall require a gradient."""
-    method = TensorVariable.method_requires_grad_
+    method, setting = TensorVariable.method_requires_grad_, SetAttrBuiltinVariable._call_setattr
     changed: list[Tensor] = []
 
     def requires_grad_(variable: Any, tx: Any, requires_grad: Any = True) -> Any:
@@ -64,8 +68,18 @@ def requires_grad_traced() -> Iterator[None]:
         variable.requires_grad = True
         return variable
 
+    def set_attribute(variable: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
+        asked = value.as_python_constant() if value.is_python_constant() else None
+        if owner.is_tensor() and asked is True and name.as_python_constant() == "requires_grad":
+            owner.call_method(tx, "requires_grad_", [value], {})
+            return ConstantVariable.create(None)
+        return setting(variable, tx, owner, name, value)
+
     try:
-        with in_place(TensorVariable, {"method_requires_grad_": requires_grad_}):
+        with (
+            in_place(TensorVariable, {"method_requires_grad_": requires_grad_}),
+            in_place(SetAttrBuiltinVariable, {"_call_setattr": set_attribute}),
+        ):
             yield
     finally:
         for tensor in changed:  # the batch, which other traces get too

@@ -197,8 +197,10 @@ def _line(line: Line) -> str:
         call = exchanges.call(op, first, node.args[1])
     elif op in ROUNDS:
         call = exchanges.meeting(op, ", ".join([first, *rest]))
-    elif op in METHODS:
+    elif op in METHODS and isinstance(args[0], fx.Node):
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
+    elif op in METHODS:  # torch.add(0.5, x) has a number in the first place
+        call = f"torch.ops.{op}({', '.join([first, *rest])})"
     else:
         call = f"{FUNCTIONS.get(op) or _global(op)}({', '.join([first, *rest])})"
     return _assigned(line, call, line.drops)

@@ -72,7 +72,7 @@ def _part(term: fx.Node) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, i
     gradient, shape, dim, start, *rest = cast(tuple[Any, ...], term.args)
     whole = tuple(int(s) for s in shape)
     dim = int(dim) % len(whole)
-    first = int(start) % whole[dim]
+    first = int(start) if int(start) >= 0 else int(start) + whole[dim]  # x[8:] of eight elements is empty, and begins at 8
     if term.target is aten.select_backward.default:
         return (term.target, whole, dim), (first, first + 1), gradient
     end, step = rest

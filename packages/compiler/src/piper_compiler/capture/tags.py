@@ -189,7 +189,7 @@ def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
             continue
         seen.add(id(child))
         if isinstance(child, nn.ModuleList):
-            yield from child
+            yield from (entry for entry in child if entry is not None)  # Informer's last layer has no convolution
         else:
             yield from outermost_entries(child, seen)
 

@@ -14,6 +14,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture._torch_blocks import attention_modules_traced
 from piper_compiler.capture._torch_failing import failing_module
 from piper_compiler.capture._torch_gradients import requires_grad_traced
+from piper_compiler.capture._torch_locks import LockedCalls
 from piper_compiler.capture._torch_rows import row_guards
 from piper_compiler.capture._torch_said import Statements
 from piper_compiler.capture.autocast import write_casts
@@ -131,14 +132,19 @@ def followed(
     metrics: OutputMetrics = NONE,
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
+    locked = LockedCalls()
     while True:
         recorder = Recorder({id(t) for t in example.rows.values()})
         try:
-            with statements.running():
+            with statements.running(), locked.noted():
                 result = _run(recorder, model, loss, example, regions, metrics)
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
+            continue
+        except CaptureError:
+            if not locked.make():
+                raise
             continue
         graph = recorder.graph_module().graph
         if not _taken(list(causes(graph, lambda node: is_opaque(node, modules))), regions, modules):
@@ -226,7 +232,10 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
     if all(_torch.is_symbolic(r) for r in rows):
         return None
     lines = [g.line for g in row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
+    lines += [line_of(node) for node in module.graph.nodes if _torch.is_transform(node.target)]
     return CaptureError(
         f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
-        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS})"
+        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS}). A loop over the rows "
+        "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all rows at once, or leave out what "
+        "makes the model do so"
     )
