@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+from collections.abc import Callable
 from itertools import combinations
 from itertools import product as combined
 from typing import Any
@@ -56,19 +55,6 @@ def pairwise(cases: list[Composition]) -> list[Composition]:
     while missing:
         out.append(max(cases, key=lambda c: len(pairs(c) & missing)))
         missing -= pairs(out[-1])
-    return out
-
-
-def with_new_pairs(cases: Iterable[Composition]) -> list[int]:
-    """The places of the cases in which two values meet that meet in none before: every pair of the cases is in one of these."""
-    names = [field.name for field in fields(Composition) if field.name != "seed"]
-    met: set[Any] = set()
-    out = []
-    for place, c in enumerate(cases):
-        found = set(combinations([(name, getattr(c, name)) for name in names], 2))
-        if not found <= met:
-            out.append(place)
-            met |= found
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -30,7 +30,6 @@ from piper_ir.verify import check, verify
 from piper_ops import opaque
 from piper_runtime.rank import rank as ranks
 from tests import compositions, parity
-from tests.composition_product import with_new_pairs
 from tests.compositions import PIPELINES, Composition, fitted
 from tests.sharding_faults import SHARDING
 from tests.test_memory_truth import lies
@@ -41,42 +40,35 @@ MORE_MODELS = ("slices", "branches", "custom_op", "gpt_untied", "deep")
 ROOMS = (0, 0.003, "step")
 """The MiB that may stay gathered: nothing, some of a model's 30 KiB, or all."""
 SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
-PLAIN, PROCESSES = 600, 14
-"""The cases with two rows per microbatch and few policies of recomputation: to capture all models anew for other rows and
-policies takes 17 s, and what remains of a case 0.15 s. Of these `make test` runs those with a pair of values that is new, so that
-every two values that meet in any of them meet there, too."""
+QUICK, PROCESSES = 600, 14
+"""The cases that `make test` runs, of which the first have two rows per microbatch and few policies of recomputation: to capture
+all models anew for other rows and policies takes 17 s, and what remains of a case 0.1 s."""
 MEASURED = 200
-"""Of these cases the memory is measured, and of every fourth of the other plain ones."""
+"""Of the quick cases, these train for three steps and their memory is measured, and every fourth of the others; the rest train
+for two, with an update between their gradients and one after them."""
 
 
-def unfitted(seed: int, rep: int = 1) -> Composition:
+def drawn(seed: int, rep: int = 1) -> Composition:
     """Draw a composition whose ranks share states. All pairs of models and schedules come in turn."""
-    rng, plain = Random(seed), seed < PLAIN
+    rng, plain = Random(seed), seed < QUICK
     models = MODELS if plain else MODELS + MORE_MODELS
     model, schedule = models[seed % len(models)], SCHEDULES[seed // len(models) % len(SCHEDULES)]
     dp = 4 if rep > 1 else rng.choice((2, 2, 2, 4))
     optimizer = rng.choice(("sgd", "adamw"))
     policies = ("all", "inputs") if model in ("gpt_dropout", "opaque") else ("all",)
     policies = policies if plain or model == "custom_op" else ("all", "all", "inputs", "products")
-    return Composition(
-        model, pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
-        placement=rng.choice(("recipe", "v", "shared", "random")) if schedule == "random" else "recipe",
-        backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
-        overlap=schedule == "random" and rng.random() < 0.5, rows=2 if plain else rng.choice((1, 2)), optimizer=optimizer,
-        clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
-        zero=rng.choice((1, 2, 3, 3, 3) if rep > 1 else (0, 1, 1, 2, 2, 3, 3, 3)),
-        resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS), keep=rng.choice(policies),
-        prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8, rep=rep,
+    return fitted(
+        Composition(
+            model, pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
+            placement=rng.choice(("recipe", "v", "shared", "random")) if schedule == "random" else "recipe",
+            backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
+            overlap=schedule == "random" and rng.random() < 0.5, rows=2 if plain else rng.choice((1, 2)), optimizer=optimizer,
+            clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
+            zero=rng.choice((1, 2, 3, 3, 3) if rep > 1 else (0, 1, 1, 2, 2, 3, 3, 3)),
+            resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS), keep=rng.choice(policies),
+            prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8, rep=rep,
+        )
     )  # fmt: skip
-
-
-def drawn(seed: int, rep: int = 1) -> Composition:
-    """Draw a composition, on as many devices as its model can fill."""
-    return fitted(unfitted(seed, rep))
-
-
-QUICK = with_new_pairs(map(unfitted, range(PLAIN)))
-"""The cases that `make test` runs."""
 
 
 def judge(c: Composition, memory: bool = True, **options: Any) -> None:
@@ -89,19 +81,13 @@ def judge(c: Composition, memory: bool = True, **options: Any) -> None:
     assert not found, "\n".join([repr(c), *found[:6]])
 
 
-def numbers(seeds: range, quick: Container[int]) -> list[Any]:
-    return [pytest.param(seed, marks=[pytest.mark.long] * (seed not in quick)) for seed in seeds]
-
-
-def test_every_two_values_that_meet_in_a_plain_case_meet_in_a_quick_one() -> None:
-    every, quick = list(map(unfitted, range(PLAIN))), list(map(unfitted, QUICK))
-    assert len(QUICK) < PLAIN / 3 and with_new_pairs([*quick, *every]) == list(range(len(quick)))
-    assert with_new_pairs([*quick[:-1], *every])[-1] >= len(quick) - 1, "negative control: the last one is needed"
+def numbers(seeds: range, quick: int) -> list[Any]:
+    return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= quick)) for seed in seeds]
 
 
 @pytest.mark.parametrize("seed", numbers(range(2000), QUICK))
 def test_shared_states_train_what_one_device_trains(seed: int) -> None:
-    judge(drawn(seed), memory=not MEASURED <= seed < PLAIN or seed % 4 == 0)
+    judge(drawn(seed), memory=not MEASURED <= seed < QUICK or seed % 4 == 0)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -136,7 +122,7 @@ def test_processes_compute_and_hold_the_same(zero: int, schedule: str, pool: Any
     judge(replace(CASE, model="deep", zero=zero, schedule=schedule), launcher="processes", pool=pool)
 
 
-@pytest.mark.parametrize("seed", numbers(range(20), range(PROCESSES)))
+@pytest.mark.parametrize("seed", numbers(range(20), PROCESSES))
 def test_more_processes_compute_and_hold_the_same(seed: int, pool: Any) -> None:
     judge(replace(drawn(7 * seed), dp=2), launcher="processes", pool=pool)
 
