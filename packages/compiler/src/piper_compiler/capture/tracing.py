@@ -228,5 +228,6 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
     lines = [g.line for g in row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
     return CaptureError(
         f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
-        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS})"
+        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS}). An operator that does "
+        "so inside, such as torch.kron, is written with others (torch.einsum, reshape)"
     )
