@@ -47,6 +47,17 @@ def rows_fixed(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) + torch.ones(6, 1)
 
 
+@refused(r"compared or combined with a constant.*such as torch\.kron.*torch\.einsum")
+def rows_inside(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * torch.kron(x[:, :2], torch.ones(1, 2))
+
+
+@refused(r"(?s)a sparse tensor is made.*index_add")
+def sparse(linear: nn.Linear, x: Tensor) -> Tensor:
+    every = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (4, 4))
+    return torch.sparse.mm(every, linear(x).T).T
+
+
 @refused(r"behaves differently with 2 rows")
 def rows_branch(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) if x.shape[0] > 3 else x

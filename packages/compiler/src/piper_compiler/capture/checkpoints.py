@@ -110,19 +110,18 @@ def _update_twice(node: fx.Node) -> None:
     changes of another kind.
     """
     if node.target in BATCH_NORMS:
-        names = BATCH_NORMS[node.target]
-        bound: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        bound: dict[str, Any] = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
         if bound.get("training", False) is not False and bound.get("running_mean") is not None:
             bound["momentum"] = 1 - (1 - bound.get("momentum", 0.1)) ** 2
             node.args, node.kwargs = (), bound
         return
-    changed = node.args[0] if node.args else None
+    changed, *given = node.args or (None,)
     method = str(node.target) if node.op == "call_method" else ""
     writes = (method.endswith("_") and not method.endswith("__")) or node.target is operator.setitem
     if not writes or not isinstance(changed, fx.Node) or changed.op != "placeholder":
         return
-    if node.target == "add_" and isinstance(node.args[1], int) and not tensors_of(node)[0].is_floating_point():
-        node.args = (changed, 2 * node.args[1])
+    if method == "add_" and isinstance(given[0], int) and not tensors_of(node)[0].is_floating_point():
+        node.args = (changed, 2 * given[0])
         return
     raise CaptureError(
         f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of torch.utils.checkpoint, which plain "

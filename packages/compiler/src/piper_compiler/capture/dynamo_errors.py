@@ -54,6 +54,11 @@ OBSERVERS = (
     "is fixed or comes from the tensor: it then runs by autograd as it is (`piper explain` says so).",
 )
 """The reason and the way out for FakeQuantize and observers."""
+SPARSE = (
+    "a sparse tensor is made, and a plan has dense ones alone",
+    "Multiply by a dense matrix (register_buffer), or add by index: torch.zeros_like(x).index_add(1, to, x[:, of] * weight).",
+)
+"""The reason and the way out for sparse tensors."""
 BLOCK_MASK = (
     "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
 )
@@ -119,6 +124,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = CUSTOM_OP
     elif "FakeQuant" in reason or ("marked as skipped" in reason and any("quantization" in f.filename for f in frames)):
         reason, advice = OBSERVERS
+    elif "sparse" in reason:
+        reason, advice = SPARSE
     elif NESTED in text:
         reason, advice = NESTED_BATCHES
     elif refused := next((said for sign, said in REFUSED.items() if sign in reason), None):

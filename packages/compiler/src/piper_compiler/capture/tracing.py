@@ -237,5 +237,6 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
         f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
         f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS}). A loop over the rows "
         "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all rows at once, or leave out what "
-        "makes the model do so"
+        "makes the model do so. An operator that does so inside, such as torch.kron, is written with others (torch.einsum, "
+        "reshape)"
     )
