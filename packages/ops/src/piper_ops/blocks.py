@@ -124,7 +124,10 @@ def take_packed(came: Tensor, sizes: Sequence[Sequence[int]], own: Tensor | None
     devices, each = len(sizes), len(sizes[0])
     filled = sum(map(sum, sizes))
     given = iter(came.split_with_sizes(_behind(sizes, came.shape[0], -1 if own is None else place)))
-    of = [own.split_with_sizes(sizes[d]) if own is not None and d == place else [next(given) for _ in sizes[d]] for d in range(devices)]
+    of = [
+        own.split_with_sizes(sizes[d]) if own is not None and d == place else [next(given) for _ in sizes[d]]
+        for d in range(devices)
+    ]
     made = torch.empty_like(came)
     _joined([of[d][e] for e in range(each) for d in range(devices)], made[:filled], [made[filled:]])
     return made
