@@ -50,6 +50,7 @@ def check_steady(first: Forward) -> None:
         _check_cached([node for node in cached if node in wanted.texts and node not in wanted.constants])
         if first.repeat is not None:
             _compare_calls(wanted, first.repeat)
+            _check_rows(first, first.repeat)
     finally:
         if first.repeat is not None:
             first.repeat.state.restore()
@@ -63,6 +64,17 @@ def _check_cached(changing: Sequence[fx.Node]) -> None:
             f"{line}: {name} is under functools.lru_cache, and what it returns is made of parameters, of the batch, of buffers "
             "that change or of random numbers. In plain PyTorch the cache returns the first call's result again and again, in "
             "a plan it is computed in every step. Take lru_cache away; it may stay for constants"
+        )
+
+
+def _check_rows(first: Forward, repeat: Repeat) -> None:
+    """Raise CaptureError where a later call is like the first only with as many rows as that one had."""
+    rows = [n.meta["example_value"].shape[0] for n, o in first.origins.items() if o.kind == "batch" and o.name not in first.fixed]
+    if not all(map(_torch.is_symbolic, rows)):
+        changes = list(repeat.state.changes.values())
+        raise CaptureError(
+            f"{_subject(changes, [])}, and its next call compares the number of rows with that of the call before, while "
+            "microbatches may differ in it. Keep nothing of the size of a batch between calls, or make it anew in every forward"
         )
 
 
