@@ -96,6 +96,31 @@ class Images(Layers):
         return self.run(self.stem(image).mean((2, 3)))
 
 
+@dataclass
+class Sentence:
+    tokens: Tensor
+    labels: Tensor
+    scale: float = 1.0
+
+
+@dataclass
+class Sample:
+    words: Sentence
+    positions: Tensor | None = None
+
+
+class Records(Words):
+    """A language model that gets dataclasses."""
+
+    def forward(self, sample: Sample) -> Any:  # type: ignore[override]  # one argument in the place of many
+        return super().forward(sample.words.tokens, sample.words.labels, scale=sample.words.scale)
+
+
+def records(step: int, rows: range) -> Sample:
+    found = with_labels(step, rows)
+    return Sample(Sentence(found.input_ids, found.labels, 2.0))
+
+
 def ids(step: int, rows: range) -> Tensor:
     return (torch.arange(8 * LENGTH).view(8, LENGTH) * 7 + step * 3)[rows.start : rows.stop] % VOCAB
 
@@ -140,12 +165,13 @@ JOBS: dict[str, Callable[[], piper.Job]] = {
     "a loss alone, positions by name": lambda: job(
         lambda: Words("scalar"), lambda s, r: dict(with_labels(s, r, positions=positions())), shared="positions"
     ),
+    "dataclasses": lambda: job(lambda: Records("scalar"), records),
     "bags with offsets": lambda: job(Bags, bags, F.cross_entropy),
     "images with labels in dicts": lambda: job(Images, images, lambda out, t: F.cross_entropy(out, t[0]["label"])),
 }
 
 
-QUICK = ("an output with a loss, constants, positions", "bags with offsets")
+QUICK = ("an output with a loss, constants, positions", "dataclasses", "bags with offsets")
 """The cases that run in every test run; the others are long."""
 
 

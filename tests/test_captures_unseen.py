@@ -73,7 +73,6 @@ def by_large_data() -> tuple[Callable[[], Any], Callable[[int], None]]:
 
 
 def by_environment() -> tuple[Callable[[], Any], Callable[[int], None]]:
-    os.environ["PIPER_TEST_DEPTH"] = "2"
     return lambda: Net(int(os.environ["PIPER_TEST_DEPTH"])), lambda depth: os.environ.update(PIPER_TEST_DEPTH=str(depth))
 
 
@@ -106,6 +105,7 @@ def test_a_model_that_is_made_otherwise_is_captured_again(
     way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]], monkeypatch: pytest.MonkeyPatch, counted: Mock
 ) -> None:
     monkeypatch.setitem(globals(), "DEPTH", 2)
+    monkeypatch.setenv("PIPER_TEST_DEPTH", "2")
     model, change = way()
     trained = job(model)
     assert [depth_of(trained), depth_of(trained)] == [2, 2]

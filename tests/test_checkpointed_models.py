@@ -18,7 +18,7 @@ from piper.api.verification import verify_strategy
 from piper.views.explain import explain
 from piper_compiler import compile as compiler
 from piper_ir.errors import CaptureError
-from tests.block_nets import ROWS, WIDTH, BlockNet, batch
+from tests.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
 from tests.test_memory_truth import lies
 
 PIPELINE = piper.recipes.one_f_one_b(pp=2, microbatches=2)
@@ -74,6 +74,31 @@ class Selective(Inner):
     def forward(self, x: Tensor) -> Tensor:
         contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
         return x + checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]  # as above
+
+
+class Normed(nn.Module):
+    """Plain PyTorch brings running averages nearer to a microbatch in the forward, and once more in the backward."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, LENGTH), nn.BatchNorm1d(LENGTH, momentum=0.3), nn.Linear(LENGTH, WIDTH))
+        self.inner.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]  # as above
+
+
+class Averaging(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def inside(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9)
+        return x - self.average
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]  # as above
 
 
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -149,3 +174,23 @@ def test_without_the_default_everything_is_kept(monkeypatch: pytest.MonkeyPatch)
 def test_what_trains_something_else_is_refused(made: piper.Job, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         piper.compile(made, BOTH)
+
+
+def test_running_averages_move_twice_as_in_plain_pytorch() -> None:
+    """Not so without a backward: the first layer is frozen, and gets the batch."""
+    made = piper.Job(
+        lambda: BlockNet([Normed(trained=False), Normed()], embed=False),
+        batch,
+        F.cross_entropy,
+        sgd,
+        ROWS,
+        batch_norm="microbatch",
+    )
+    report = verify_strategy(made, BOTH, steps=2)
+    assert report.equal, report.text()
+
+
+def test_other_changes_of_buffers_are_refused_with_their_line() -> None:
+    line = Averaging.inside.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"checkpointed_models.py:{line} .*does twice.*Change it outside of the checkpointed"):
+        piper.compile(piper.Job(lambda: BlockNet([Averaging()]), batch, F.cross_entropy, sgd, ROWS), BOTH)

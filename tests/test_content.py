@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -211,10 +212,12 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Pat
     home = tmp_path / "site-packages"
     home.mkdir()
     (home / "piper_test_installed.py").write_text(
-        "import threading\nDEPTH = 2\nLOCK = threading.Lock()\n"
+        "import sys, threading\nDEPTH = 2\nLOCK = threading.Lock()\nMISSING = object()\n"
         # A registry of transformers imports all of its models when it is listed, and some need packages that are not there.
         "class Registry(dict):\n    def items(self):\n        raise ValueError\nKNOWN = Registry(depth=1)\n"
-        "class Net:\n    def __init__(self):\n        with LOCK:\n            self.depth = DEPTH + KNOWN.get('depth')\n"
+        "class Net:\n    def __init__(self, width=MISSING, *, scale=1.0):\n"
+        "        with LOCK:\n            self.depth = DEPTH + KNOWN.get('depth')\n"
+        "    def home(self):\n        return sys.modules.get(type(self).__module__)\n"
     )
     spec = spec_from_file_location("piper_test_installed", home / "piper_test_installed.py")
     assert spec is not None and spec.loader is not None
@@ -225,8 +228,15 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Pat
     assert before is not None
     installed.LOCK = threading.Lock()
     assert content_of(installed.Net) == before
+    copy.copy(installed.Net())  # Python then adds __slotnames__ to the class
+    assert content_of(installed.Net) == before
     installed.DEPTH = 3
     assert content_of(installed.Net) != before
+    installed.DEPTH = 2
+    for changed in (dict(scale=2.0), dict(scale=linear)):  # a plain value, and a function of the user's
+        monkeypatch.setattr(installed.Net.__init__, "__kwdefaults__", changed)
+        assert content_of(installed.Net) != before
+    assert content_of(lambda: sys.modules["settings"]) is None  # of the user's code, what it reads there is not known
 
 
 settings = types.ModuleType("settings_of_test_content")

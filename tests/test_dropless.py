@@ -17,6 +17,7 @@ import piper.models.moe
 from piper import Mesh, Precision, Strategy, models, recipes
 from piper.api.compiling import Compiled
 from piper.models.moe import Experts
+from piper_compiler.capture import replacements
 from piper_ir.errors import PiperWarning, SelectorError
 from piper_ir.sizes import bind
 from piper_ir.verify import verify
@@ -205,10 +206,17 @@ def test_devices_share_the_hidden_units_of_a_replaced_loop() -> None:
     assert_trained(made, work)
 
 
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget afterwards what a test registers, on which the captures of all later tests would depend."""
+    monkeypatch.setattr(replacements, "_KNOWN", dict(replacements._KNOWN))
+
+
 def with_replacement() -> Any:
     return piper.tag(expert_loops.LoopedMixture(), {"layers.*.experts": dict(replace="of_the_user")})
 
 
+@pytest.mark.usefixtures("registry")
 def test_a_function_of_the_user_is_registered_by_name() -> None:
     """One that is registered anew is captured anew."""
 
@@ -263,6 +271,7 @@ def test_experts_of_another_form_are_refused(attribute: str, value: bool, messag
         piper.tag(model, expert_loops.TAGS)
 
 
+@pytest.mark.usefixtures("registry")
 def test_two_tags_that_disagree_are_refused() -> None:
     piper.replacement("another")(lambda module, *args: args[0])
     with pytest.raises(SelectorError, match=r"disagree for module 'layers.1.experts'"):

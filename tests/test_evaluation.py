@@ -14,6 +14,7 @@ import torch
 
 import piper
 from piper.sessions.training import Settings, train
+from piper.views.explain import explain
 from piper_ir.errors import CaptureError, JobError
 from piper_ir.verify import verify
 from piper_report import load
@@ -56,6 +57,13 @@ def test_an_evaluation_is_that_of_plain_pytorch(name: str) -> None:
     assert list(run.evaluations) == [1, 3]
     assert close(run.evaluations[3], plain(one, run.state_dict()))
     assert not close(run.evaluations[1], plain(one, run.state_dict()))
+
+
+def test_explain_says_of_it_when_and_how_much() -> None:
+    strategy = piper.Strategy(piper.Mesh(), ())
+    said = "every 2 steps an evaluation of 3 global batches of 8 rows"
+    assert f"note: {said}, as in training" in explain(piper.compile(job(), strategy))
+    assert said not in explain(piper.compile(job(eval_data=None, eval_every=None, eval_batches=None), strategy))
 
 
 def test_training_is_the_same_with_an_evaluation() -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import piper
 from piper.api.compiling import compile
 from piper.api.costs_file import load_costs, save_costs
-from piper.api.profiling import _allocator, _host, _rows, profile
+from piper.api.profiling import _allocator, _host, _messages, _rows, profile
 from piper.cli import app
 from piper.views.costs_table import costs_table
 from piper_ir.costs import AllocatorCosts, Costs, HostCosts
@@ -28,7 +28,7 @@ from piper_ir.ops import COMM, Compute
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.tools import machine_name, time_text
 from piper_runtime.launch.processes import Pool
-from piper_runtime.profile.profiler import ProfileReport
+from piper_runtime.profile import MessageSample, ProfileReport
 from piper_simulator import cpu_local, simulate
 from tests import models
 
@@ -267,3 +267,13 @@ def test_a_device_that_tells_nothing_of_messages_has_no_cost_of_them() -> None:
     """A CUDA device is one."""
     found = _host([ProfileReport(issue=[3e-6, 1e-6, 2e-6]), ProfileReport(issue=[-1e-6])])
     assert found.issue_s == 1.5e-6 and found.comm_s == 0.0
+
+
+def test_of_blocks_of_messages_the_calm_half_counts() -> None:
+    """Other programs had a core in blocks 0 and 1, seen by one end of the message or the other."""
+    waited = (0.9, 0.0, 0.0, 0.1), (0.0, 0.5, 0.1, 0.0)
+    seconds = (9.0, 8.0, 2.0, 1.0), (9.5, 8.5, 4.0, 3.0)
+    blocks = zip(seconds, waited, strict=True)
+    reports = [ProfileReport(messages=[MessageSample("p2p", 4, (0, 1), s, s, w)], node="here") for s, w in blocks]
+    (found,) = _messages(reports)
+    assert (found.duration.seconds, found.busy_s, found.nodes) == (2.5, 2.5, 1)

@@ -47,6 +47,17 @@ def rows_fixed(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) + torch.ones(6, 1)
 
 
+@refused(r"compared or combined with a constant.*such as torch\.kron.*torch\.einsum")
+def rows_inside(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * torch.kron(x[:, :2], torch.ones(1, 2))
+
+
+@refused(r"(?s)a sparse tensor is made.*index_add")
+def sparse(linear: nn.Linear, x: Tensor) -> Tensor:
+    every = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (4, 4))
+    return torch.sparse.mm(every, linear(x).T).T
+
+
 @refused(r"behaves differently with 2 rows")
 def rows_branch(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) if x.shape[0] > 3 else x
@@ -227,7 +238,7 @@ def test_losses_of_the_wrong_kind(loss: Any, pattern: str) -> None:
         (lambda rows: torch.ones(4), "must return a pair"),
         (lambda rows: (torch.ones(3, 4), torch.ones(2)), r"inputs has shape \(3, 4\) for 2 rows"),
         (lambda rows: (torch.ones(2, 4), {"n": b"3"}), "targets.n is a bytes"),
-        (lambda rows: ([torch.ones(2, 4)], torch.ones(2)), r"type list; inputs: a Tensor, tuple \(positional\) or dict"),
+        (lambda rows: ([torch.ones(2, 4)], torch.ones(2)), r"type list; inputs: a Tensor, tuple \(positional\), dict"),
         (lambda rows: {}["x"], r"batch\(rows=range\(0, 2\)\) raised KeyError: 'x' \(.*test_capture_errors.py:\d+\)"),
     ],
 )

@@ -8,6 +8,7 @@ import pandas
 import pytest
 
 from packages.report.tests import samples
+from piper_ir.trace import BUSY_MACHINE
 from piper_report import load
 from piper_report.results import Results
 from piper_report.tables import Column, cost_sheet, headline, owner_sheet, rank_sheet, sheet, source_sheet, step_sheet
@@ -44,6 +45,13 @@ def test_the_headline_on_the_page(results: Results) -> None:
     rows = {r[0]: r[1:] for r in headline(results).table.rows}
     assert rows["peak memory, allocated"][2] == "+0.0 %" and rows["peak memory, device"][1:] == ("-", "-")
     assert rows["step in steady state"][2] == "-23.1 %"
+
+
+def test_the_headline_names_a_busy_machine(results: Results) -> None:
+    assert results.measured_trace is not None
+    busy = replace(results.measured_trace, notes={BUSY_MACHINE: "ranks waited"})
+    said = headline(replace(results, measured_trace=busy)).table.notes
+    assert said == (*headline(results).table.notes, "busy machine: ranks waited")
 
 
 def test_of_a_prediction_alone_nothing_was_measured(results: Results) -> None:

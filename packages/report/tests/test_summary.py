@@ -3,10 +3,10 @@
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from piper_ir.trace import Span, Trace
+from piper_ir.trace import BUSY_MACHINE, Span, Trace
 from piper_report.summary import beside_table, compute_seconds, prediction_table
 
 NO_SPANS = Trace("k", "executed", ())
@@ -74,6 +74,13 @@ def test_predicted_beside_measured() -> None:
     assert text.endswith("predicted durations from: measured 75 %, formula 25 %\nwarning: h100x8: not calibrated")
     assert "compute is of the last step, the one that was traced, which took 200 ms" in text.splitlines()[-3]
     assert len({len(line) for line in text.splitlines()[1:-4]}) == 1, "columns are aligned"
+
+
+def test_a_busy_machine_is_named() -> None:
+    said = "busy machine: ranks waited"
+    assert said not in beside_table(Predicted(), Run(), title="t").plain()
+    busy = replace(Run().trace, notes={BUSY_MACHINE: "ranks waited"})
+    assert said in beside_table(Predicted(), Run(trace=busy), title="t").plain().splitlines()
 
 
 def test_what_was_not_measured_is_a_dash() -> None:

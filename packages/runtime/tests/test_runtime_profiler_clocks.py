@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
+from piper_runtime.launch.attempts import busy_note
+from piper_runtime.launch.report import RankReport
+from piper_runtime.profile import device_clocks
 from piper_runtime.profile.device_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
 from piper_runtime.profile.measure_messages import BLOCK_BYTES, ISSUE_S, Messages, block_length
 from piper_runtime.rank.device import CPU
@@ -124,3 +135,56 @@ def test_few_repeats_time_shorter_blocks_and_large_messages_as_ever() -> None:
     assert [block_length("p2p", 4, n, BLOCK_BYTES) for n in (1, 2, 4, 7)] == [25, 50, 100, 100]
     assert [block_length("all_gather", 1024, n, BLOCK_BYTES) for n in (1, 4)] == [10, 40]
     assert [block_length("all_reduce", 1 << 22, n, BLOCK_BYTES) for n in (1, 7)] == [3, 3]
+
+
+def test_with_a_core_of_its_own_waits_for_it_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = waited = 0.0
+    monkeypatch.setattr(device_clocks, "core_waits", lambda: lambda: waited)
+    monkeypatch.setattr(device_clocks, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def run(computes: float, waits: float) -> None:
+        nonlocal now, waited
+        now, waited = now + computes + waits, waited + waits
+
+    alone, shared = clock_of(CPU, own_core=True), clock_of(CPU)
+    runs = [partial(run, 2.0, 0.0), partial(run, 1.0, 5.0)]
+    assert (alone.each(runs), shared.each(runs)) == ([2.0, 1.0], [2.0, 6.0])
+    assert alone.all(partial(run, -1e-9, 1.0)) == 0.0, "waits are counted by another clock than the host's"
+
+
+@pytest.fixture
+def crowded_core() -> Iterator[None]:
+    """Put this thread on a core on which another process computes all the time."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    text = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    with other, other.stdout:
+        other.stdout.readline()
+        os.sched_setaffinity(0, {core})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not count waits for a core")
+def test_waits_for_a_core_are_what_a_thread_did_not_compute(crowded_core: None) -> None:
+    waits = core_waits()
+    begin, computed, before, before_of_all = time.perf_counter(), time.thread_time(), waits(), core_waits_of_all()
+    while time.thread_time() - computed < 0.2:
+        pass
+    after_of_all, after, computed, took = core_waits_of_all(), waits(), time.thread_time() - computed, time.perf_counter() - begin
+    assert after - before > 0.03, "the other process had its turns"
+    assert took - (after - before) == pytest.approx(computed, abs=0.02)
+    assert after_of_all - before_of_all > 0.03
+
+
+def test_a_run_says_when_its_ranks_waited_for_cores() -> None:
+    """Steps of the warm-up do not count, and little is not worth a word."""
+    reports = {rank: RankReport(core_s=[9.0, 9.0, 9.0, s, s, 10 * s], threads_s=4 * s) for rank, s in enumerate((0.02, 0.03))}
+    (said,) = busy_note(reports, 0.2).values()
+    assert "ranks waited 20 ms to 30 ms for a core" in said and "up to 120 ms" in said
+    assert busy_note(reports, 0.4) == busy_note(reports, None) == busy_note({0: RankReport()}, 0.2) == {}

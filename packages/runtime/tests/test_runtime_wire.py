@@ -36,7 +36,7 @@ MESSAGES: list[Any] = [
     EmulationReport(started=1.0, held_up=[0.5], finished=[2.0]),
     ProfileReport(
         parts={("code", "F", 2): [0.5]},
-        messages=[MessageSample("p2p", 4, (0, 1), (0.1, 0.2), ())],
+        messages=[MessageSample("p2p", 4, (0, 1), (0.1, 0.2), (), (0.0, 0.3))],
         resident=[(1, 2)],
     ),
     SaveDone(

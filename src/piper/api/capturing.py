@@ -147,17 +147,17 @@ def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> Capt
     from piper_ops import own_costs
     from piper_runtime.rank import of_outputs
 
+    model = content_of(job.model, runs=True, lines=lines)
+    if model is None:  # made before anything else is looked at: that may import what replaces functions of torch
+        made = content_of(built_model(job.model), lines=lines)
+        if made is None:
+            return None
+        model = f"made {made}"
     measured = dict(of_outputs(job.metrics))
     said = (job.loss, own_replacements(), replaced_in_torch(), tracer_settings(), *([measured] if measured else []))
     loss, costs = content_of(*said, lines=lines, tensors=True), content_of(own_costs(), runs=True)
     if loss is None or costs is None:
         return None
-    model = content_of(job.model, runs=True, lines=lines)
-    if model is None:
-        made = content_of(built_model(job.model), lines=lines)
-        if made is None:
-            return None
-        model = f"made {made}"
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
     return CaptureKey(
         f"evaluated {model}" if evaluating else model,

@@ -57,9 +57,10 @@ OWN_OPS = frozenset(
 """The namespaces of torch's and Piper's own operators."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
 """The types of objects that traced code cannot ask for anything."""
-_PYTHONS_OWN = frozenset(
-    ["__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__"]
-)
+_PYTHONS_OWN = frozenset({
+    "__dict__", "__weakref__", "__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
+    "__slotnames__",
+})  # fmt: skip
 """The attributes that Python puts into each class."""
 
 
@@ -160,7 +161,9 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> None:
         home = home_of(function.__globals__.get("__name__"))
         self._token("function", home, function.__module__, function.__qualname__)
-        self._all("defaults", (function.__defaults__, function.__kwdefaults__, function.__dict__))
+        for defaults in (function.__defaults__ or (), tuple((function.__kwdefaults__ or {}).items())):
+            self.add(defaults, "installed" if home == "installed" else "user")  # of a package, as its globals
+        self._all("marks", (function.__dict__,))
         if home == "known":
             if function is os.getenv:
                 self.add(os.environ)

@@ -38,6 +38,18 @@ def compiled_evaluation(job: Job, strategy: Strategy, plan: Plan, training: Trai
     return lowered, captured.code
 
 
+def evaluation_notice(job: Job | None) -> str:
+    """Return what a job's evaluation is, as one line; "" where it has none."""
+    if job is None or job.eval_data is None:
+        return ""
+    batches = job.evaluated.eval_batches
+    many = f"{batches} global batch{'es' if batches != 1 else ''} of {job.global_batch} rows"
+    return (
+        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this strategy, on the "
+        "ranks that train. Predictions of a step are without it"
+    )
+
+
 def _captured(job: Job, strategy: Strategy) -> Captured:
     """Return the capture of the model in eval mode, in the form that the strategy asks for."""
     traced = traced_job(job, evaluating=True)

@@ -102,6 +102,8 @@ def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -
     for request in imported:
         values += _imported(request, space, runs)
     done: set[int] = set()
+    if not runs and "modules" in names and home_of(space.get("__name__")) == "installed":
+        done.add(id(sys))  # the modules that a package finds there are the rest of the package behind it
     for name, value in values:
         if isinstance(value, types.ModuleType):
             yield from _read_of(name, value, names, done, runs, elsewhere)

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -185,8 +185,8 @@ class _Trainer:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets; a mapping alone is the inputs."""
-    return (batch, None) if isinstance(batch, Mapping) else batch
+    """Return inputs and targets; a mapping or a dataclass alone is the inputs."""
+    return (batch, None) if isinstance(batch, Mapping) or is_dataclass(batch) else batch
 
 
 def _own_loss(output: Any) -> Any:

@@ -147,10 +147,11 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
 def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
     """Return how often a run evaluates its model, on what, and the memory that it takes."""
     most, of_training = (max(role.peak_bytes for role in c.plan.roles) for c in (evaluation, compiled))
-    beside = "below" if most <= of_training else "ABOVE"
+    beside, count = "below" if most <= of_training else "ABOVE", job.evaluated.eval_batches
+    batches = f"{count} {'batch' if count == 1 else 'batches'} of {job.global_batch} rows"
     return (
-        f"evaluation every {job.eval_every} steps: {job.evaluated.eval_batches} batches of {job.global_batch} rows, at most "
-        f"{size_text(most)} of a device, {beside} the {size_text(of_training)} of training"
+        f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a device, {beside} the "
+        f"{size_text(of_training)} of training"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from piper.api.batch_statistics import statistics_note
 from piper.api.compiling import Compiled, advancing_notice
+from piper.api.evaluating import evaluation_notice
 from piper.views.explain_exchanges import exchanges
 from piper.views.explain_layouts import index_facts, layouts
 from piper.views.explain_recompute import recomputation
@@ -206,7 +207,7 @@ def _communication(plan: Plan) -> str:
 
 def _notes(compiled: Compiled) -> str:
     said = _random_note(compiled), statistics_note(compiled.norms, compiled.plan), advancing_notice(compiled)
-    found = filter(None, (*said, *compiled.notes))
+    found = filter(None, (*said, *compiled.notes, evaluation_notice(compiled.job)))
     return "\n".join(f"note: {note}" for note in found)
 
 

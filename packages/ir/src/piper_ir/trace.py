@@ -9,6 +9,8 @@ from typing import Literal
 TRACE_VERSION = 1
 BATCH = "batch"
 """The stream of spans in which a rank waits for Job.batch. No plan has such a stream, and their time is no compute."""
+BUSY_MACHINE = "busy machine"
+"""The topic of the note which says that ranks of a run waited for cores."""
 
 Source = Literal["measured", "table", "interpolated", "formula", "given"]
 """The source of a duration.

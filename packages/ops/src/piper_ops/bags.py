@@ -13,6 +13,7 @@ The functions do on meta tensors what they do on a CPU, so that their memory can
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,19 +31,20 @@ class _Last:
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
-        self._version, self._order = 0, np.empty(0)
+        self._version = 0
+        self._order: npt.NDArray[Any] | None = None
 
-    def get(self, chosen: Tensor) -> npt.NDArray[np.generic] | None:
+    def get(self, chosen: Tensor) -> npt.NDArray[Any] | None:
         """Return the order of choices, if these are the last ones and were not written since."""
         known = self._of is not None and self._of() is chosen and self._version == chosen._version
         return self._order if known else None
 
-    def put(self, chosen: Tensor, order: npt.NDArray[np.generic]) -> None:
+    def put(self, chosen: Tensor, order: npt.NDArray[Any]) -> None:
         self._of, self._version, self._order = weakref.ref(chosen, self._forget), chosen._version, order
 
     def _forget(self, gone: object) -> None:
         if self._of is gone:
-            self._of, self._order = None, np.empty(0)
+            self._of = self._order = None
 
 
 _last = _Last()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,17 +36,30 @@ def is_shared(tensor: Tensor, name: str, patterns: tuple[str, ...]) -> bool:
 def batch_pair(result: object) -> tuple[Any, Any] | None:
     """Return what a batch function returned as (inputs, targets), with plain dicts for mappings of other kinds.
 
-    A mapping alone is the inputs, without targets. None for what is neither a pair nor a mapping.
+    A mapping or a dataclass alone is the inputs, without targets. None for what is neither that nor a pair. The class
+    of a dataclass is registered, so that torch finds the tensors in it.
     """
     if isinstance(result, tuple) and len(result) == 2:
         return _plain(result[0]), _plain(result[1])
-    return (_plain(result), None) if isinstance(result, Mapping) else None
+    return (_plain(result), None) if isinstance(result, Mapping) or is_dataclass(result) else None
+
+
+def _register_dataclasses(nest: Any) -> None:
+    """Let torch know the classes of the dataclasses in a nest whose fields are all that their constructor takes."""
+    while found := {type(leaf) for leaf in pytree.tree_leaves(nest) if _is_record(leaf)}:
+        for kind in found:
+            pytree.register_dataclass(kind)
+
+
+def _is_record(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type | Mapping) and all(f.init for f in fields(leaf))
 
 
 def _plain(nest: Any) -> Any:
     def leaf(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
+    _register_dataclasses(nest)
     return pytree.tree_map(leaf, nest)
 
 

@@ -121,15 +121,14 @@ def take_packed(came: Tensor, sizes: Sequence[Sequence[int]], own: Tensor | None
 
     Those of the device at `place` are in `own` where they have not come in.
     """
-    devices, each = len(sizes), len(sizes[0])
-    filled = sum(map(sum, sizes))
-    given = iter(came.split_with_sizes(_behind(sizes, came.shape[0], -1 if own is None else place)))
-    of = [
-        own.split_with_sizes(sizes[d]) if own is not None and d == place else [next(given) for _ in sizes[d]]
-        for d in range(devices)
-    ]
-    made = torch.empty_like(came)
-    _joined([of[d][e] for e in range(each) for d in range(devices)], made[:filled], [made[filled:]])
+    apart = place if own is not None else -1
+    given = iter(came.split_with_sizes(_behind(sizes, came.shape[0], apart)))
+    blocks: list[Sequence[Tensor]] = []
+    for device, of in enumerate(sizes):
+        mine = own if device == apart else None
+        blocks.append(mine.split_with_sizes(of) if mine is not None else [next(given) for _ in of])
+    made, filled = torch.empty_like(came), sum(map(sum, sizes))
+    _joined([block for of_expert in zip(*blocks, strict=True) for block in of_expert], made[:filled], [made[filled:]])
     return made
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from piper_ir.intervals import Interval, idle
 from piper_ir.plan import COMPUTE, Plan
-from piper_ir.trace import Span, Trace
+from piper_ir.trace import BUSY_MACHINE, Span, Trace
 from piper_report.transfers import transfers
 
 
@@ -64,3 +64,9 @@ def _moving(plan: Plan, trace: Trace) -> dict[int, list[Interval]]:
             if s.end > begun:
                 out.setdefault(s.rank, []).append((begun, s.end))
     return out
+
+
+def busy_note(measured: Trace | None) -> tuple[str, ...]:
+    """Return what a run says of a machine on which its ranks did not have cores of their own."""
+    note = measured.notes.get(BUSY_MACHINE) if measured is not None else None
+    return (f"{BUSY_MACHINE}: {note}",) if note else ()

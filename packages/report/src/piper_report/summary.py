@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from piper_ir.plan import COMPUTE
 from piper_ir.tools import size_text, time_text
 from piper_ir.trace import Span, Trace
+from piper_report.idle import busy_note
 
 ABSENT = "-"
 FIRST_STEP = "first step, alone"
@@ -153,6 +154,7 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -
         *_verdict(s),
         *_warm_up(measured),
         *_traced(measured, bool(did)),
+        *busy_note(measured.trace),
         *far_from_measured(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
         *_warnings(s),

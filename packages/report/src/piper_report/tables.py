@@ -13,7 +13,7 @@ from piper_ir.memory_owners import owners
 from piper_ir.study import Row, objective_of
 from piper_ir.study_groups import folded, folded_text
 from piper_ir.tools import ranks_text, size_text, time_text
-from piper_report.idle import RankIdle, idle_ranks
+from piper_report.idle import RankIdle, busy_note, idle_ranks
 from piper_report.results import Results
 from piper_report.summary import ABSENT, CATEGORY_NAMES, COUNTED, FIRST_STEP, HFU, INSIDE, MFU, WAITING, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
@@ -102,7 +102,7 @@ def headline(results: Results) -> Sheet:
         [(name, unit, a, b, error, notes[name]) for (name, unit, _, a, b), error in zip(shown, errors)],
         columns=["figure", "unit", "predicted", "measured", "error", "note"], dtype=object,
     )  # fmt: skip
-    below = tuple(note for note in notes.values() if note is not None)
+    below = (*(note for note in notes.values() if note is not None), *busy_note(results.measured_trace))
     return Sheet("headline", frame, _without_dashes(Table("Headline", ("", "predicted", "measured", "error"), text, below)))
 
 

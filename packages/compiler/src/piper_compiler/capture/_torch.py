@@ -329,7 +329,12 @@ def data_dependent(tensor: torch.Tensor) -> bool:
 
 def is_transform(target: Any) -> bool:
     """Return whether a call enters or leaves a transform of torch.func (vmap, grad, jvp) in a captured graph."""
-    return (getattr(target, "__module__", None) or "").startswith(("torch._functorch.predispatch", "torch._functorch.vmap"))
+    home = getattr(target, "__module__", None) or ""
+    return home.startswith(("torch._functorch.predispatch", "torch._functorch.vmap")) or target in _HOOKS
+
+
+_HOOKS = (torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable)
+"""The functions by which transforms that make gradients forbid hooks on saved tensors."""
 
 
 def data_dependent_size(value: Any) -> bool:

@@ -162,12 +162,15 @@ class AutomaticRegions:
 
 @dataclass(frozen=True)
 class Untraceable:
-    """Say which operation of a graph no joint graph can hold, and why."""
+    """Say which operation of a graph no joint graph can hold, and why.
+
+    One that can only run `as_it_is` is refused where it stands in no module of its own; of others the cut says more.
+    """
 
     node: fx.Node
     text: str
     recurrent: bool = False
-    takes_functions: bool = False
+    as_it_is: bool = False
 
     def refusal(self, why: str) -> CaptureError:
         """Return the error for an operation that cannot run as it is written, and why not."""
@@ -184,12 +187,14 @@ def causes(graph: fx.Graph, opaque: Callable[[fx.Node], bool]) -> Iterator[Untra
             yield Untraceable(node, "a fused recurrent layer is one cuDNN kernel on CUDA and a loop on CPU", recurrent=True)
         elif isinstance(node.target, _torch.HigherOrderOperator) and node.target.name() in OF_FUNCTIONS:
             text = f"{node.target.name()} takes functions, which are traced by themselves"
-            found = Untraceable(node, text, takes_functions=True)
+            found = Untraceable(node, text, as_it_is=True)
             if node.target.name() in COMPILED_ONLY:
                 raise found.refusal(AS_PYTHON)
             yield found
         elif _torch.is_transform(node.target):
             yield Untraceable(node, "a transform of torch.func, such as vmap, has operations of its own")
+        elif "fake_quant" in str(getattr(node.target, "__name__", "")):
+            yield Untraceable(node, "fake quantization has kernels for real numbers alone", as_it_is=True)
         elif any(map(_torch.data_dependent, tensors_of(node))):
             yield Untraceable(node, "the shape of a tensor depends on values of tensors")
         elif _torch.data_dependent_size(value):

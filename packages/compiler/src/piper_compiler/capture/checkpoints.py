@@ -7,6 +7,7 @@ model asked for (`piper_compiler.directives.recompute`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.concrete import line_of, tensors_of
 from piper_compiler.capture.tags import PREFIX
 from piper_ir.errors import CaptureError
 from piper_ir.ops import CHECKPOINT
-from piper_ops import user_line
+from piper_ops import BATCH_NORMS, user_line
 
 CALLS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint)
 
@@ -86,6 +87,8 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
             elif node.op != "placeholder":
                 copy = copies[node] = module.graph.node_copy(node, copies.__getitem__)
                 copy.meta = {**node.meta, "custom": {**(node.meta.get("custom") or {}), PREFIX + CHECKPOINT: 1}}
+                if _runs_again(call):
+                    _update_twice(copy)
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         module.graph.erase_node(user)
@@ -93,6 +96,38 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
     if not name.users:
         module.graph.erase_node(name)
     return line
+
+
+def _runs_again(call: fx.Node) -> bool:
+    """Return whether plain PyTorch runs a checkpointed function once more, in the backward."""
+    return any(t.requires_grad for t in tensors_of(call))
+
+
+def _update_twice(node: fx.Node) -> None:
+    """Let what changes a buffer do it twice, as in plain PyTorch, which makes the region again.
+
+    Two updates of a running average with the same statistics are one with another momentum. Raises CaptureError for
+    changes of another kind.
+    """
+    if node.target in BATCH_NORMS:
+        bound: dict[str, Any] = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
+        if bound.get("training", False) is not False and bound.get("running_mean") is not None:
+            bound["momentum"] = 1 - (1 - bound.get("momentum", 0.1)) ** 2
+            node.args, node.kwargs = (), bound
+        return
+    changed, *given = node.args or (None,)
+    method = str(node.target) if node.op == "call_method" else ""
+    writes = (method.endswith("_") and not method.endswith("__")) or node.target is operator.setitem
+    if not writes or not isinstance(changed, fx.Node) or changed.op != "placeholder":
+        return
+    if method == "add_" and isinstance(given[0], int) and not tensors_of(node)[0].is_floating_point():
+        node.args = (changed, 2 * given[0])
+        return
+    raise CaptureError(
+        f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of torch.utils.checkpoint, which plain "
+        "PyTorch does twice: in the forward, and in the backward, when it makes the region again. Change it outside of the "
+        "checkpointed function, or leave checkpoint out and write piper.recompute in the strategy"
+    )
 
 
 def _moved(module: fx.GraphModule, body: fx.GraphModule, name: str) -> str:

@@ -48,6 +48,17 @@ NESTED_BATCHES = (
     "dropout=0.",
 )
 """The reason and the way out for an encoder that may take nested tensors."""
+OBSERVERS = (
+    "modules of torch.ao.quantization keep ranges of values from call to call, and Dynamo does not trace them",
+    "Quantize in a small nn.Module of your own, by torch.fake_quantize_per_tensor_affine or per_channel_affine with a scale that "
+    "is fixed or comes from the tensor: it then runs by autograd as it is (`piper explain` says so).",
+)
+"""The reason and the way out for FakeQuantize and observers."""
+SPARSE = (
+    "a sparse tensor is made, and a plan has dense ones alone",
+    "Multiply by a dense matrix (register_buffer), or add by index: torch.zeros_like(x).index_add(1, to, x[:, of] * weight).",
+)
+"""The reason and the way out for sparse tensors."""
 BLOCK_MASK = (
     "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
 )
@@ -65,6 +76,15 @@ CAUSES = {
     "torch.autograd.grad": "it asks for gradients in forward",
 }
 """The causes for which a module runs as it is written, by what Dynamo says of them."""
+
+
+CHOSEN = "Compute both ways and choose by torch.where."
+"""The way out for a branch."""
+DRAWN = (
+    "A layer that is left out at random is computed and multiplied: x = x + (torch.rand(()) >= p) * layer(x). Its parameters "
+    "then get gradients of zeros."
+)
+"""The way out for a branch on a random number."""
 
 
 def follows_values(error: BaseException) -> bool:
@@ -102,6 +122,10 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
     if "fake impl" in text:
         advice = CUSTOM_OP
+    elif "FakeQuant" in reason or ("marked as skipped" in reason and any("quantization" in f.filename for f in frames)):
+        reason, advice = OBSERVERS
+    elif "sparse" in reason:
+        reason, advice = SPARSE
     elif NESTED in text:
         reason, advice = NESTED_BATCHES
     elif refused := next((said for sign, said in REFUSED.items() if sign in reason), None):
@@ -111,6 +135,8 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
     elif "data-dependent" in text and "branching" not in reason:
         reason = "how often it runs, or a size, depends on values of tensors"
         advice = "Values are there in a run alone." if part == "loss" else WAY_OUT
+    elif "branching" in reason:
+        reason, advice = CAUSES["branching"], DRAWN if where and "rand" in where else CHOSEN
     elif PYTHON_RANDOM.search(text):
         reason, advice = "Python or numpy draws a random number, for which a graph has no place", RANDOM
     elif names_device(text):

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -166,7 +166,8 @@ def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
         elif not isinstance(leaf, Constant):
             raise CaptureError(
                 f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, bools, texts and None, which are "
-                "constants of the model (torch.from_numpy makes tensors of arrays)"
+                "constants of the model (torch.from_numpy makes tensors of arrays), in tuples, lists, dicts, and dataclasses "
+                "whose constructor takes all fields"
             )
     return found
 
@@ -247,10 +248,10 @@ def _called(batch: BatchMaker, asked: range) -> Example:
             f"batch returned {type(result).__name__}; it must return a pair (inputs, targets), or a dict of inputs alone, labels "
             "among them, where the model computes its loss itself"
         )
-    if not isinstance(pair[0], Tensor | tuple | Mapping):
+    if not isinstance(pair[0], Tensor | tuple | Mapping) and not is_dataclass(pair[0]):
         raise CaptureError(
-            f"batch returned inputs of type {type(pair[0]).__name__}; "
-            "inputs: a Tensor, tuple (positional) or dict (keyword) is accepted (torch.from_numpy makes tensors of arrays)"
+            f"batch returned inputs of type {type(pair[0]).__name__}; inputs: a Tensor, tuple (positional), dict (keyword) or "
+            "dataclass is accepted (torch.from_numpy makes tensors of arrays)"
         )
     return Example(*pair)
 

@@ -241,7 +241,8 @@ class _Trial:
             generator = torch.Generator().manual_seed(0)
             self._given = [self._example(i, b, generator) for i, b in zip(inputs, blocks, strict=True)]
             fixed = {n: c if self.real else torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
-            self._body = _interpreted(module, fixed)
+            body = _interpreted(module, fixed)
+            self._body = _drawing_alike(body) if self.real else body
             self.tangents, self.used = self._reached(mask)
             self.params: dict[int, int] = {}
             self.kept = self._kept()
@@ -345,6 +346,17 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
             raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
 
     return body
+
+
+def _drawing_alike(body: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function that draws the same random numbers in each call: a branch on one is the same at any rows."""
+
+    def seeded(*inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return body(*inputs)
+
+    return seeded
 
 
 def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec], reduce: torch.dtype | None) -> tuple[Signature, StepCode]:

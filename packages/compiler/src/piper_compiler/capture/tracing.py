@@ -164,7 +164,7 @@ def _taken(found: Sequence[Untraceable], regions: AutomaticRegions, modules: Map
             regions.take_opaque(module, line_of(cause.node), cause.text)
         elif not cause.recurrent:
             why = regions.take_written(module, line_of(cause.node), cause.text)
-            if why and cause.takes_functions:
+            if why and cause.as_it_is:
                 raise cause.refusal(why)
             if not why:
                 return True
@@ -237,5 +237,6 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
         f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
         f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS}). A loop over the rows "
         "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all rows at once, or leave out what "
-        "makes the model do so"
+        "makes the model do so. An operator that does so inside, such as torch.kron, is written with others (torch.einsum, "
+        "reshape)"
     )

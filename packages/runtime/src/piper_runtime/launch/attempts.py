@@ -10,6 +10,8 @@ from statistics import median
 
 from piper_ir.errors import JobError, PiperError
 from piper_ir.plan import Plan
+from piper_ir.tools import time_text
+from piper_ir.trace import BUSY_MACHINE
 from piper_runtime.engine.trace import executed_trace
 from piper_runtime.launch.beginning import Beginning, committing, next_beginning
 from piper_runtime.launch.inline_run import run_inline
@@ -30,6 +32,22 @@ TRACED = (
     "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
     "some 30 us each, which other steps do not"
 )
+
+
+MUCH = 0.1
+"""The part of a step from which on waits for a core are worth a note."""
+
+
+def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict[str, str]:
+    """Return a note on how long ranks waited for a core in a step, where that is much of its time."""
+    waited = [median(of) for r in reports.values() if (of := r.core_s[WARMUP_STEPS:])]
+    if period_s is None or not waited or max(waited) < MUCH * period_s:
+        return {}
+    least, most, of_all = map(time_text, (min(waited), max(waited), max(r.threads_s for r in reports.values())))
+    return {
+        BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with the threads that carry "
+        f"messages, up to {of_all}. An exchange waits for the latest of all these. None of it is predicted"
+    }
 
 
 def check_spares(spares: int, launcher: str, pool: Workers | None) -> None:
@@ -135,12 +153,14 @@ class Attempts:
             notes["traced step"] = f"{found[-1].step_s:.6g} s; {TRACED}"
         if error := max(r.clock_error_s for r in reports.values()):
             notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
+        period_s = median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None
+        notes |= busy_note(reports, period_s)
         spans = {r: rep.spans for r, rep in reports.items()}
         points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
         waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
         trace = executed_trace(plan, first + len(found) - 1, spans, points, losses, notes, waits)
         return Run(
-            losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
+            losses, step_s, period_s,
             {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
             joined_states(plan, reports), joined_gradients(plan, reports),
             {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, self.initial, [r.batch_s for r in records],

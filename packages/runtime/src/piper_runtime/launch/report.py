@@ -90,6 +90,8 @@ class RankReport:
         expert_tokens: per step the buffers that count tokens of experts.
         updates: per step the norm of the gradient and the learning rates.
         evaluations: by step, the scalars of the evaluation after it and its seconds.
+        core_s: per step the seconds in which the issuing thread could run and waited for a core.
+        threads_s: the same of all threads of the rank together, in the mean step after the warm-up.
     """
 
     started: float = 0.0
@@ -108,6 +110,8 @@ class RankReport:
     expert_tokens: list[dict[str, list[int]]] = field(default_factory=list)
     updates: list[tuple[float | None, tuple[float, ...]]] = field(default_factory=list)
     evaluations: dict[int, tuple[dict[str, dict[int, float]], float]] = field(default_factory=dict)
+    core_s: list[float] = field(default_factory=list)
+    threads_s: float = 0.0
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Move the times to another clock, which is known to `error_s`."""

@@ -18,6 +18,7 @@ from piper_runtime.checkpoint.exact_params import keep_exact
 from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, announce
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore
+from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
 from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
 from piper_runtime.engine.streams import (
@@ -34,6 +35,7 @@ from piper_runtime.engine.streams import (
 )
 from piper_runtime.launch.protocol import Failure, Notice, Request
 from piper_runtime.launch.report import RankReport, measured_counter
+from piper_runtime.launch.result import WARMUP_STEPS
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.launch.timed_rank import EmulationRequest, emulate_rank
 from piper_runtime.profile.profiler import ProfileRequest, profile
@@ -151,7 +153,7 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
     copier = None
     if options.snapshots is not None:
         copier = SnapshotWriter(bound, options.snapshots, lambda text: context.tell(Notice(text)))
-    counter = None
+    counter, waited, warm = None, core_waits(), 0.0
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
     for step in options.numbers:
@@ -160,8 +162,12 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
         observed = options.memory and step == options.measured
         if observed:
             counter = measured_counter(bound, alone=True)
+        if len(report.core_s) == WARMUP_STEPS:
+            warm = core_waits_of_all()
+        before = waited()
         engine.step(step, traced=options.trace and step == options.numbers[-1], counter=counter if observed else None)
         ended = time.perf_counter()
+        report.core_s.append(waited() - before)
         done = report.end_step(bound, ended, None if evaluator is None else evaluator.after(step))
         if options.stream:
             context.tell(done)
@@ -170,6 +176,8 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
         if saver is not None:
             saver.step_done(step + 1)
             heart[PHASE] = RUNNING
+    if (steps := len(report.core_s) - WARMUP_STEPS) > 0:
+        report.threads_s = (core_waits_of_all() - warm) / steps
     if saver is not None:
         saver.finish(options.first_step + len(report.finished))
     if evaluator is not None:

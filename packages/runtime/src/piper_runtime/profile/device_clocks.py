@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from piper_runtime.engine.core_waits import core_waits
 from piper_runtime.rank.parts import Thunk
 
 
@@ -32,17 +33,25 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Time closures on the CPU, where a closure is done when it returns."""
+    """Time closures on the CPU, where a closure is done when it returns.
+
+    With `own_core` the time in which this thread waited for its turn on a core is left out. Other programs took it, and
+    a measured duration is that of a rank with a core of its own.
+    """
 
     ahead = False
+
+    def __init__(self, own_core: bool = False) -> None:
+        self._waited = core_waits() if own_core else lambda: 0.0
 
     def each(self, runs: Sequence[Thunk]) -> list[float]:
         return [self.all(run) for run in runs]
 
     def all(self, run: Thunk) -> float:
-        begin = time.perf_counter()
+        waited, begin = self._waited(), time.perf_counter()
         run()
-        return time.perf_counter() - begin
+        took = time.perf_counter() - begin
+        return max(0.0, took - (self._waited() - waited))
 
     def sleep(self, seconds: float) -> None:
         """Do nothing: a host is never ahead of itself."""
@@ -86,6 +95,6 @@ class DeviceClock:
         torch.cuda._sleep(round(seconds * CYCLES_PER_S))
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock for closures on a device."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+def clock_of(device: torch.device, own_core: bool = False) -> Clock:
+    """Return the clock for closures on a device; `own_core` is as in HostClock."""
+    return HostClock(own_core) if device.type == "cpu" else DeviceClock(device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from piper_ir.collectives import COLLECTIVES, law_of
+from piper_runtime.engine.core_waits import core_waits_of_all
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import channels_plan, group_channel
 from piper_runtime.rank.parts import Thunk
@@ -40,7 +41,8 @@ class MessageSample:
     """Hold timed blocks of messages of one size.
 
     `members` are the group's; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the device carries
-    them), are per message, one entry per block.
+    them), are per message, one entry per block. `waited` are the seconds in which this rank's threads waited for a core
+    in each block, all threads together.
     """
 
     op: str
@@ -48,6 +50,7 @@ class MessageSample:
     members: tuple[int, ...]
     seconds: tuple[float, ...]
     busy: tuple[float, ...]
+    waited: tuple[float, ...]
 
 
 class Messages:
@@ -115,7 +118,7 @@ class Messages:
     ) -> list[MessageSample]:
         """Return one sample, or none for a rank without a turn, which meets the others all the same."""
         count = block_length(op, tensor.nbytes, repeats, BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES)
-        seconds, busy = [], []
+        seconds, busy, waited = [], [], []
 
         def block(times: int = count) -> None:
             for _ in range(times):
@@ -126,13 +129,15 @@ class Messages:
         sleep = partial(self._clock.sleep, (count + 1) * len(turn) * ISSUE_S)
         runs: list[Thunk] = [sleep, partial(block, 1), block] if self._clock.ahead else [block]
         for _ in range(repeats + 1):
+            waits = core_waits_of_all()  # before the ranks meet: it takes longer on one than on another
             self.barrier()
             if turn:
                 begin = time.process_time()
                 seconds.append(self._clock.each(runs)[-1] / (count * len(turn)))
                 busy.append(0.0 if self._clock.ahead else (time.process_time() - begin) / (count * len(turn)))
+                waited.append(core_waits_of_all() - waits)
             self._alive()
-        return [MessageSample(op, tensor.nbytes, members, tuple(seconds[1:]), tuple(busy[1:]))] if turn else []
+        return [MessageSample(op, tensor.nbytes, members, *(tuple(x[1:]) for x in (seconds, busy, waited)))] if turn else []
 
     def _pair(self, pair: tuple[int, int], tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return the closures that send to the other rank of the pair and back, as this rank sees them."""

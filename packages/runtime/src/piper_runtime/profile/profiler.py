@@ -28,6 +28,7 @@ from piper_ir.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Step
+from piper_ir.tools import usable_cores
 from piper_ops import Cuts
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
@@ -137,7 +138,8 @@ def profile(
             "other is not simulated; profile a strategy of at most as many ranks as there are devices"
         )
     nccl = nccl_of(communicators, device) if transport == "nccl" else None
-    profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl)
+    # Ranks that share cores take turns in a run, too, and their durations hold for as many ranks only.
+    profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl, own_core=local_world <= usable_cores())
     with torch.no_grad():
         profiler.compute(memory=nccl is None or not nccl.in_use)
         if transport != "staged":
@@ -149,16 +151,17 @@ def profile(
 class _Profiler:
     def __init__(
         self, rank: int, request: ProfileRequest, plan: Plan, communicators: GlooCommunicators, heart: Heartbeat,
-        device: torch.device, nccl: NcclCommunicators | None,
+        device: torch.device, nccl: NcclCommunicators | None, own_core: bool,
     ) -> None:  # fmt: skip
         self._rank, self._request, self._heart = rank, request, heart
-        self._device, self._clock = device, clock_of(device)
+        self._device, self._clock = device, clock_of(device, own_core)
         self._plan = plan
         self.report = ProfileReport(node=platform.node())
         if device.type == "cuda":
             self.report.device, self.report.devices = torch.cuda.get_device_name(device), torch.cuda.device_count()
         heart[PHASE], heart[STEP] = RUNNING, 0
-        self._messages = Messages(rank, self._plan.mesh.world, communicators, self._clock, device, self._alive, nccl)
+        # A message takes turns with the threads that carry it, which a run does, too.
+        self._messages = Messages(rank, self._plan.mesh.world, communicators, clock_of(device), device, self._alive, nccl)
 
     def _alive(self) -> None:
         """Show the launcher's watch that this rank makes progress."""

@@ -11,6 +11,7 @@ from piper_ir.errors import JobError
 from piper_ir.ops import Load
 from piper_ir.plan import Plan
 from piper_ir.sizes import bind
+from piper_ops import batch_pair
 from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
 
 
@@ -50,7 +51,7 @@ class BatchCall:
         call = f"Job.{self.field}(step={step}, rows={rows})"
         with torch.enable_grad():
             result = self.batch(step, rows)
-        if not isinstance(result, tuple | Mapping) or (isinstance(result, tuple) and len(result) != 2):
+        if batch_pair(result) is None:
             raise JobError(f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a dict of inputs")
         found, constants = flatten_batch(result)
         if constants != dict(self.constants):

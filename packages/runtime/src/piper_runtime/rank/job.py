@@ -173,7 +173,9 @@ def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, st
     """
     pair = batch_pair(result)
     if pair is None:
-        raise JobError(f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a dict of inputs")
+        raise JobError(
+            f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a mapping or dataclass"
+        )
     found: dict[str, torch.Tensor] = {}
     constants: dict[str, str] = {}
     for name, leaf in batch_leaves(*pair):
