@@ -35,7 +35,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     head = [
         f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as well, "
-        f"{sum(outcome(line) == 'equal' for line in twice)} equal. By commit of Piper: {by_commit}.",
+        f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
+        f"By commit of Piper: {by_commit}.",
         "",
         "| model | outcome | largest error, or the reason |",
         "|---|---|---|",
