@@ -13,7 +13,8 @@ BEGIN, END = "<!-- zoo -->", "<!-- end of zoo -->"
 OUTCOMES = ("equal", "differs", "refused", "failed", "not made")
 EQUAL, NARROW = 1e-9, 2e-5
 """The largest error of a model that is equal, and of one that computes in float32 whatever its parameters are."""
-MOST_OF_A_REASON = 160
+MOST_OF_A_REASON, MOST_OF_A_LINE = 320, 160
+"""The letters of a refusal that are shown, and of a line that computes in less than float64."""
 
 
 def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -34,7 +35,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     head = [
         f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as well, "
-        f"{sum(outcome(line) == 'equal' for line in twice)} equal. By commit of Piper: {by_commit}.",
+        f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
+        f"By commit of Piper: {by_commit}.",
         "",
         "| model | outcome | largest error, or the reason |",
         "|---|---|---|",
@@ -52,11 +54,11 @@ def outcome(line: dict[str, Any]) -> str:
 def reason(line: dict[str, Any]) -> str:
     """Return the error, with the line that is narrower than float64 where it matters, or why there is none."""
     if "error" in line:
-        return f"{line['error']:.0e}" + (f", {shortened(line['narrow'])}" if line.get("narrow") else "")
-    return shortened(line["why"])
+        return f"{line['error']:.0e}" + (f", {shortened(line['narrow'], MOST_OF_A_LINE)}" if line.get("narrow") else "")
+    return shortened(line["why"], MOST_OF_A_REASON)
 
 
-def shortened(message: str) -> str:
+def shortened(message: str, most: int) -> str:
     """Return the beginning of a message, without the paths of a machine."""
     text = re.sub(r"/\S*/site-packages/|/\S*/(?=tests/|packages/)", "", message).replace("|", "\\|")
-    return text if len(text) <= MOST_OF_A_REASON else text[:MOST_OF_A_REASON].rsplit(" ", 1)[0] + " ..."
+    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."
