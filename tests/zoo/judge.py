@@ -24,6 +24,8 @@ from piper_runtime.rank import rng_places
 from tests.zoo.entries import Entry, batch_of, distance, features, first_tensor
 
 MICROBATCHES, ROWS, STEPS = 2, 3, 2
+MOST_SAID = 1000
+"""The most characters of a message that are kept."""
 
 
 def tried(entry: Entry, replicas: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -71,8 +73,9 @@ def run_plain(entry: Entry) -> None:
 
 
 def said(error: BaseException) -> str:
-    """Return the first line of a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
+    """Return a message in one line: whole where it is Piper's, whose end is the way out, else its first line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines)[:MOST_SAID] if isinstance(error, PiperError) else lines[0][:MOST_SAID]
 
 
 def job_of(entry: Entry, replicas: int) -> piper.Job:

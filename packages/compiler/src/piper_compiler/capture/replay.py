@@ -96,8 +96,9 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
             env[node] = node.target(*args, **kwargs)
     except _torch.RUN_ERRORS as error:
         raise CaptureError(
-            f"{line_of(node)}: this operation cannot run on meta tensors: {error}; it must have static shapes, and a custom op "
-            "must be registered with torch.library (register_fake, register_autograd)"
+            f"{line_of(node)}: this operation cannot run on meta tensors: {error}; it must have static shapes, tensors that forward "
+            "makes must be on the device of the others (device=x.device), and a custom op must be registered with torch.library "
+            "(register_fake, register_autograd)"
         ) from error
     facts.storages[node] = _storages(env[node])
     facts.writes[node] = frozenset().union(
