@@ -95,10 +95,11 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
             assert callable(node.target)
             env[node] = node.target(*args, **kwargs)
     except _torch.RUN_ERRORS as error:
+        said = str(error).partition("\n\nWhile executing")[0]  # behind it is a traceback of fx's interpreter
         raise CaptureError(
-            f"{line_of(node)}: this operation cannot run on meta tensors: {error}; it must have static shapes, tensors that forward "
-            "makes must be on the device of the others (device=x.device), and a custom op must be registered with torch.library "
-            "(register_fake, register_autograd)"
+            f"{line_of(node)}: this operation cannot run on meta tensors: {said}; it must have static shapes, tensors that "
+            "forward makes must be on the device of the others (device=x.device), and a custom op must be registered with "
+            "torch.library (register_fake, register_autograd)"
         ) from error
     facts.storages[node] = _storages(env[node])
     facts.writes[node] = frozenset().union(
