@@ -354,3 +354,17 @@ def test_torchs_grouped_kernel_on_a_cpu_gives_what_products_give(monkeypatch: py
     for found in taken:
         torch.testing.assert_close(found, one)
         assert not found[7:].any()
+
+
+def test_an_order_that_is_kept_is_that_of_the_same_choices() -> None:
+    """Not of choices that were written since, nor of others; and it is not kept longer than they live."""
+    chosen = torch.tensor([[1, 0], [0, 1]])
+    for _ in range(2):
+        assert bags.order(chosen).tolist() == [1, 2, 0, 3]
+    assert bags._last.get(chosen) is not None
+    assert bags.order(chosen.clone().fill_(0)).tolist() == [0, 1, 2, 3]
+    assert bags.order(chosen).tolist() == [1, 2, 0, 3]
+    chosen[0, 0] = 0
+    assert bags.order(chosen).tolist() == [0, 1, 2, 3]
+    del chosen
+    assert bags._last._order is None
