@@ -155,6 +155,11 @@ def _kinds() -> list[str]:
     return [*(kind for kind, _ in KINDS), REST, MAIN, OTHERS]
 
 
+def main(argv: list[str]) -> None:
+    """Print the tables of all sizes, or of the one that is named; a number behind it is how many pairs."""
+    for size in argv[:1] or SIZES:
+        costs(size, int(argv[1]) if len(argv) > 1 else PAIRS)
+
+
 if __name__ == "__main__":
-    for size in [sys.argv[1]] if len(sys.argv) > 1 else SIZES:
-        costs(size, int(sys.argv[2]) if len(sys.argv) > 2 else PAIRS)
+    main(sys.argv[1:])

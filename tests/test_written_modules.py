@@ -76,7 +76,8 @@ class Flat(nn.Module):
 class Observed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.quantize = nn.Linear(WIDTH, WIDTH), torch.ao.quantization.FakeQuantize()  # type: ignore[no-untyped-call]
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.quantize = torch.ao.quantization.FakeQuantize()  # type: ignore[no-untyped-call]  # torch has no types there
 
     def forward(self, x: Tensor) -> Tensor:
         return self.quantize(self.linear(x))  # type: ignore[no-any-return]  # modules have no types

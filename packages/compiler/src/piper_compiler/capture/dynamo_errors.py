@@ -60,9 +60,10 @@ SPARSE = (
 )
 """The reason and the way out for sparse tensors."""
 BLOCK_MASK = (
-    "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant."
+    "a block mask is made in forward",
+    "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a constant.",
 )
-
+"""The reason and the way out for masks of FlexAttention."""
 
 FOLLOWS_VALUES = re.compile(
     r"[Dd]ata[- ]dependent|unbacked symint|[Cc]ould not (guard|extract)|Dynamic shape operator|`torch\.autograd\.grad`"
@@ -131,7 +132,7 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
     elif refused := next((said for sign, said in REFUSED.items() if sign in reason), None):
         reason, advice = refused
     elif any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames):
-        reason, advice = "a block mask is made in forward", BLOCK_MASK
+        reason, advice = BLOCK_MASK
     elif "data-dependent" in text and "branching" not in reason:
         reason = "how often it runs, or a size, depends on values of tensors"
         advice = "Values are there in a run alone." if part == "loss" else WAY_OUT

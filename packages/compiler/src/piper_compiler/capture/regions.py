@@ -34,6 +34,7 @@ from torch import fx
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import DROPPED, is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.dynamo_errors import BLOCK_MASK
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.replay import ReplayFacts
 from piper_compiler.capture.sinking import Sinking
@@ -93,6 +94,8 @@ def operations(graph: fx.Graph) -> Operations:
         if name in TRITON:
             raise CaptureError(f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op")
         if _torch.is_transform(node.target):
+            if "in create_block_mask" in (node.stack_trace or ""):
+                raise CaptureError(f"{_line_near(node)}: {BLOCK_MASK[0]}. {BLOCK_MASK[1]}")
             raise CaptureError(
                 f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be cut into chunks; "
                 "put it into a small nn.Module, which then runs by autograd as it is (with torch.autograd.grad in the place of "
