@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import typer
+
 from piper.cli.commands import app
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.cli.options import user_errors
@@ -17,8 +19,11 @@ def main() -> None:
     try:
         app()
     except SystemExit as e:
-        with user_errors():
-            sys.stdout.flush()
+        try:
+            with user_errors():
+                sys.stdout.flush()
+        except typer.Exit as lost:  # what was printed is written here, unless it is unbuffered; typer has ended already
+            sys.exit(lost.exit_code)
         if e.code in (INTERRUPTED, TERMINATED):
             leave(e.code)
         raise
