@@ -35,7 +35,11 @@ REPLICAS = (1, 2)
 """A model is tried on so many replicas; the second takes a second, since the model is captured once for both."""
 
 PACKAGES = ("transformers", "diffusers", "peft", "timm", "accelerate")
-ALONE = ("torchvision==0.28.*", "torchtitan==0.2.2", "tensorboard", "absl-py", "pyarrow", "multiprocess", "dill", "xxhash")
+OF_TITAN = (
+    "tensorboard", "absl-py", "pyarrow", "multiprocess", "dill", "xxhash", "tyro", "docstring-parser", "shtab", "typeguard",
+    "torchdata", "datasets", "fsspec", "pandas",
+)  # fmt: skip
+ALONE = ("torchvision==0.28.*", "torchtitan==0.2.2", *OF_TITAN)
 """What is installed without what it asks for, which is a torch of another build or more than its models need."""
 LIBRARIES = ("transformers", "torchvision", "timm", "diffusers")
 LISTS = ("titan", "hugging_face", "vision", "diffusion", "others", "modalities")
