@@ -1,4 +1,4 @@
-"""What models of transformers do in passing, in small: each line equals plain PyTorch, or is refused by name."""
+"""Small models do what those of transformers do in passing: each equals plain PyTorch, or is refused by name."""
 
 from __future__ import annotations
 

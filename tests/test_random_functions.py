@@ -57,7 +57,7 @@ class Drawing(nn.Module):
 
 
 class Sum(nn.Module):
-    """What each layer adds depends on its own numbers alone, so its gradients tell them."""
+    """Each layer adds what depends on its own numbers alone, so its gradients tell them."""
 
     def __init__(self, draws: dict[str, Callable[[Tensor], Tensor]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a captured path asks of the number of rows: comparisons that change nothing are no reason to refuse a model."""
+"""A captured path may ask for the number of rows: comparisons that change nothing are no reason to refuse a model."""
 
 from __future__ import annotations
 

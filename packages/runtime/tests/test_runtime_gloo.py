@@ -1,4 +1,4 @@
-"""What gloo's bindings send: messages as long as their rows, and small gathers without receives that spin."""
+"""Gloo's bindings send messages as long as their rows, and small gathers without receives that spin."""
 
 from __future__ import annotations
 
