@@ -39,6 +39,7 @@ SECTIONS = {
     "search": "zero_bubble_search:rows",
     "communication": "communication:rows",
     "formula": "formula:rows",
+    "messages": "messages:rows",
     "host": "host_cost:rows",
     "faults": "faults:rows",
     "recovery": "recovery:rows",

@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from benchmarks.fsdp2_side import TorchSharded, most_allocated
 from benchmarks.step_profile import Profile, profiled
 from benchmarks.step_sides import Ours, Setup, Side, theirs
+from piper_runtime.engine import core_share
 from piper_runtime.rank import keep_freed_memory
 
 WARM_UP = 3
@@ -85,17 +87,26 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
-    a, b = Ours(setup, rank, store), theirs(setup, rank)
+
+    def cores(side: Side) -> AbstractContextManager[object]:
+        """Have a side where its launcher has it: ours on a core of its own, torch's where the system puts it."""
+        return core_share(torch.device("cpu"), rank, world) if isinstance(side, Ours) else nullcontext()
+
+    with core_share(torch.device("cpu"), rank, world):  # threads that carry messages, too
+        a = Ours(setup, rank, store)
+    b = theirs(setup, rank)
     for side in (a, b):
-        for _ in range(WARM_UP):
-            side.step()
-            alive()
+        with cores(side):
+            for _ in range(WARM_UP):
+                side.step()
+                alive()
     check_same_training(a, b, setup.tolerance)
     out = Measured()
     for pair in range(pairs):
         order: list[tuple[Side, list[Timing]]] = [(a, out.ours), (b, out.theirs)]
         for side, timings in order if pair % 2 == 0 else reversed(order):
-            timings.append(_timed(side.step, setup.regime.steps))
+            with cores(side):
+                timings.append(_timed(side.step, setup.regime.steps))
             alive()
     if isinstance(b, TorchSharded):
         out.peak_ours, out.peak_theirs = (side.state_bytes() + most_allocated(side.step) for side in (a, b))
@@ -103,9 +114,10 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
         a.close()
         return out
     steps = max(setup.regime.steps, PROFILED_STEPS)
-    out.forward_s = a.forward_s()
-    dist.barrier()
-    out.profile_ours = profiled(a.step, steps)
+    with cores(a):
+        out.forward_s = a.forward_s()
+        dist.barrier()
+        out.profile_ours = profiled(a.step, steps)
     alive()
     dist.barrier()
     out.profile_theirs = profiled(b.step, steps)

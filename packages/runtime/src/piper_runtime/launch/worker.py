@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.plan import Plan
 from piper_ir.tools import user_line
 from piper_runtime.checkpoint.exact_params import keep_exact
 from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, announce
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore
+from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
 from piper_runtime.engine.engine import PeerError
 from piper_runtime.engine.ranges import named_instructions
@@ -109,8 +111,15 @@ def perform(context: WorkerContext, request: object) -> Any:
 
 def run(context: WorkerContext, request: Request) -> RankReport:
     """Bind the plan, bring the rank to a saved state if there is one, and run its steps."""
+    plan: Plan = pickle.loads(request.plan)
+    local_rank = context.rank if context.local_rank is None else context.local_rank
+    device = take_device(request.device, local_rank)
+    with core_share(device, local_rank, plan.mesh.world if context.local_world is None else context.local_world):
+        return _run(context, request, plan, device)
+
+
+def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.device) -> RankReport:
     rank, heart = context.rank, context.heart
-    plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
     batch, optimizer, scheduler, measured = parcel.open()
     asked = request.evaluation
@@ -122,7 +131,6 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     options = request.options
     report = RankReport(first_step=options.first_step)
     job = RankJob(batch, optimizer, scheduler, request.seed, options.first_step)
-    device = take_device(request.device, rank if context.local_rank is None else context.local_rank)
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None

@@ -28,8 +28,8 @@ from piper_ir.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Step
-from piper_ir.tools import usable_cores
 from piper_ops import Cuts
+from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
 from piper_runtime.profile.host_costs import host_seconds, issue_seconds
@@ -138,9 +138,9 @@ def profile(
             "other is not simulated; profile a strategy of at most as many ranks as there are devices"
         )
     nccl = nccl_of(communicators, device) if transport == "nccl" else None
-    # Ranks that share cores take turns in a run, too, and their durations hold for as many ranks only.
-    profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl, own_core=local_world <= usable_cores())
-    with torch.no_grad():
+    with core_share(device, local_rank, local_world) as own_core, torch.no_grad():
+        # Ranks that share cores take turns in a run, too, and their durations hold for as many ranks only.
+        profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl, own_core)
         profiler.compute(memory=nccl is None or not nccl.in_use)
         if transport != "staged":
             profiler.messages("gloo" if nccl is None else nccl.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import memmove
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,7 +71,8 @@ class GlooCommunicators:
     def group(self, key: str, members: list[int]) -> Any:
         """Return a new process group of these ranks, under a key that no other group of theirs has."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]
+        with _new_threads_let_others_run():
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]
         options._timeout = FOREVER
         options._threads = 1
         store = dist.PrefixStore(key, self._store)
@@ -97,6 +100,26 @@ class GlooCommunicators:
                 return Posted(BINDINGS[kind](Members(group, members.index(self._rank), len(members)), comm))
             case kind:
                 raise no_binding("gloo", kind, BINDINGS)
+
+
+@contextmanager
+def _new_threads_let_others_run() -> Iterator[None]:
+    """Give threads that are started within a policy by which they displace no other thread when they wake up.
+
+    A device of gloo has a thread that reads and writes sockets. When another thread has the lock of a connection, it
+    does not sleep but asks again at once. Woken by the peer's message on the core of a thread that sends with that lock,
+    it would displace that thread, and then ask for its lock until the system's next tick: 4 ms in which nothing moves,
+    met by one message of eight (docs/decisions/0032). Where the system knows no such policy, or the
+    caller has asked for a policy of its own, threads are as they come.
+    """
+    if not hasattr(os, "SCHED_BATCH") or (policy := os.sched_getscheduler(0)) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # new threads have the policy of the one that starts them
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 @dataclass(frozen=True, slots=True)
