@@ -27,6 +27,8 @@ FEWEST, MOST, MOST_OF_BLOCKS = 3, 100, 40
 """The bounds of the number of messages in a block; the last is for collectives of buckets."""
 WHOLE_BLOCKS = 4
 """The repeats from which on blocks are as long as that; fewer repeats ask for a quick look, with shorter blocks."""
+MOST_BETWEEN = 1 << 20
+"""The most bytes that ranks exchange between two steps that are measured: more only takes longer."""
 MEETING = "all_reduce"
 """The collective by which ranks meet."""
 LEAST_OF_BLOCKS, MOST_OF_PAIRS = 1 << 10, 1 << 20
@@ -68,6 +70,8 @@ class Messages:
         self._carrier = gloo if nccl is None else nccl
         self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]
         everyone = tuple(range(world))
+        self._gloo, self._everyone = gloo, everyone
+        self._between: dict[int, Thunk] = {}
         self._channels = channels_plan(world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)])))
         gloo.connect(self._channels)
         self._meeting = gloo.bind(_bound(MEETING, everyone, torch.zeros(1)))
@@ -75,6 +79,17 @@ class Messages:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         _finish(self._meeting)
+
+    def between(self, nbytes: int) -> Thunk:
+        """Return a closure in which all ranks exchange so many bytes over gloo, at most `MOST_BETWEEN`.
+
+        After a message caches hold other things, and a core that has slept takes up its work slower.
+        """
+        count = max(1, min(nbytes, MOST_BETWEEN) // 4)
+        if self._world > 1 and count not in self._between:
+            comm, _ = self._collective("all_to_all", self._everyone, torch.zeros(count))
+            self._between[count] = partial(_finish, self._gloo.bind(comm))
+        return self._between.get(count, _nothing)
 
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
         """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks every collective.
@@ -166,6 +181,10 @@ def _finish(message: Callable[[], Any]) -> None:
     wait = message()
     if wait is not None:
         wait()
+
+
+def _nothing() -> None:
+    """Exchange nothing, as a rank without others does."""
 
 
 def _blocks(world: int, size: int) -> list[tuple[int, ...]]:

@@ -209,7 +209,8 @@ class _Profiler:
         bound = self._bound(plan, 0, job)
         batch: CostKey = ("", "Batch", plan.rows)
         # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
-        keys, runs = zip(*_clocked(bound, batch if self._clock.ahead else None), strict=True)
+        ahead = self._clock.ahead
+        keys, runs = zip(*_clocked(bound, batch if ahead else None, None if ahead else self._messages), strict=True)
         for step, counts in self._turns():
             taken: list[tuple[CostKey | None, float]] = []
             if self._clock.ahead:
@@ -287,10 +288,11 @@ def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | 
     return given.clone(memory_format=torch.contiguous_format)
 
 
-def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | None, Thunk]]:
+def _clocked(bound: Rank, batch: CostKey | None, messages: Messages | None) -> Iterator[tuple[CostKey | None, Thunk]]:
     """Yield a rank's closures in order, each with the key under which its time is kept, or None.
 
-    `batch` is the key of a load that calls the job's batch function.
+    `batch` is the key of a load that calls the job's batch function. With `messages` ranks exchange something wherever a
+    run communicates: a mixture whose ranks did not meet was measured 10 % faster than it ran (docs/decisions/0032).
     """
     traffic, loaded = PlanBytes(bound.plan), set[int]()
     for instr in bound.role.program:
@@ -299,6 +301,8 @@ def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | Non
         for part in instr.parts:
             if isinstance(part.op, COMM):
                 yield None, _with_itself(part, bound)
+                if messages is not None:
+                    yield None, messages.between(traffic.message_bytes(part.op, part))
                 continue
             # The first load of a microbatch calls it.
             calls = isinstance(part.op, Load) and part.mb not in loaded
