@@ -30,6 +30,7 @@ from piper_runtime.engine.streams import (
     CpuStreams,
 )
 from piper_runtime.launch.environment import check_environments, environment
+from piper_runtime.launch.processes import _Team
 from piper_runtime.launch.progress import Progress
 from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.report import RankReport, StepDone, StepRecord, aligned
@@ -218,3 +219,36 @@ def test_no_stream_has_a_slot_of_another_meaning() -> None:
     streams = CpuStreams([COMPUTE, *(f"comm{k}" for k in range(MOST_STREAMS - 1))], slots)
     places = {name: progress.place for name, progress in streams._progress.items() if name != COMPUTE}
     assert min(places.values()) == FIRST_STREAM and max(places.values()) + 1 == EVALUATES == LAST_STEP - 1
+
+
+class Hearts(list[int]):
+    """The hearts of ranks that go on by `jump` steps while their last step is first written."""
+
+    def __init__(self, steps: Sequence[int], jump: int = 0) -> None:
+        super().__init__([0] * (HEART_SLOTS * len(steps)))
+        for rank, step in enumerate(steps):
+            self[rank * HEART_SLOTS + STEP] = step
+        self.jump = jump
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        super().__setitem__(place, value)
+        if place % HEART_SLOTS == LAST_STEP and self.jump:
+            jump, self.jump = self.jump, 0
+            for rank in range(len(self) // HEART_SLOTS):
+                super().__setitem__(rank * HEART_SLOTS + STEP, self[rank * HEART_SLOTS + STEP] + jump)
+
+    @property
+    def last(self) -> list[int]:
+        return self[LAST_STEP::HEART_SLOTS]
+
+
+def test_an_interrupted_run_ends_after_its_own_steps_and_not_those_of_an_earlier_one() -> None:
+    hearts = Hearts([7, 8, 1000])
+    assert _Team("", hearts).finish_early(2, 10)
+    assert hearts.last == [18, 18, 0]
+
+
+def test_ranks_that_pass_their_last_step_while_it_is_written_get_another_one() -> None:
+    hearts = Hearts([7, 8], jump=15)
+    assert _Team("", hearts).finish_early(2, 10)
+    assert hearts.last == [23 + 20] * 2, "both would have gone on to the end of the run"

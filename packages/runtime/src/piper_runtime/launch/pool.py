@@ -30,8 +30,8 @@ class Team(WatchedTeam, Protocol):
     def send(self, requests: Mapping[int, Any]) -> None:
         """Give every rank its request; a request that several ranks share is sent once."""
 
-    def finish_early(self, steps: int) -> bool:
-        """Let all ranks end their run together, that many steps after the first rank's; return False if impossible."""
+    def finish_early(self, ranks: int, steps: int) -> bool:
+        """Let the ranks of a run end it together, `steps` after the first one's step; return False if impossible."""
 
     def end(self) -> None:
         """End every worker, and wait until those of this machine are gone."""
@@ -113,7 +113,7 @@ class TeamPool(ABC, Generic[T]):
         step_s = progress.latest.step_s
         ahead = 2 + math.ceil(NOTICE_S / max(step_s, 1e-6))
         try:
-            if not self._team.finish_early(ahead):
+            if not self._team.finish_early(world, ahead):
                 return {}
             return Watch(plan, self._team, world, PATIENCE_S + (ahead + 2) * step_s).collect(progress)
         except (PiperError, KeyboardInterrupt):  # that it was interrupted is what matters

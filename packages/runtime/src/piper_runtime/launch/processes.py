@@ -76,11 +76,18 @@ class _Team:
             return "ended; how is not known, since the process that forks workers was killed before it"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def finish_early(self, steps: int) -> bool:
-        latest = max(self.heart(rank)[STEP] for rank in range(len(self.workers)))
-        for rank in range(len(self.workers)):
-            self.hearts[rank * HEART_SLOTS + LAST_STEP] = latest + steps
-        return True
+    def finish_early(self, ranks: int, steps: int) -> bool:
+        """See `piper_runtime.launch.pool.Team`; the rest of the workers may have ended another run at any step."""
+        while True:
+            last = self._latest(ranks) + steps
+            for rank in range(ranks):
+                self.hearts[rank * HEART_SLOTS + LAST_STEP] = last
+            if self._latest(ranks) < last:
+                return True
+            steps *= 2  # this process had no core for so long that the ranks have passed that step
+
+    def _latest(self, ranks: int) -> int:
+        return max(self.heart(rank)[STEP] for rank in range(ranks))
 
     def end(self) -> None:
         """Kill and reap every worker and remove the shared files."""

@@ -166,7 +166,7 @@ class _Team:
                 raise ExecutionError(f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}") from e
         return out
 
-    def finish_early(self, steps: int) -> bool:
+    def finish_early(self, ranks: int, steps: int) -> bool:
         """Return False, since an interrupt at a terminal ends Ray's own processes too, and with them the actors."""
         return False
 
