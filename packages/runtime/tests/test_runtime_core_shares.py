@@ -129,3 +129,14 @@ def test_threads_that_read_sockets_displace_no_other() -> None:
     assert new.count(os.SCHED_OTHER) >= 1, "gloo's thread that sends is one as any other"
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     del group
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no policy for threads that displace no other")
+def test_a_system_that_allows_no_other_policy_still_has_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    group = GlooCommunicators(dist.HashStore(), 0).group("alone", [0])
+    numbers = torch.ones(3)
+    assert group.allreduce([numbers]).wait() and numbers.tolist() == [1.0] * 3

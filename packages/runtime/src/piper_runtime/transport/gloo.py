@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import memmove
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,17 +109,19 @@ def _new_threads_let_others_run() -> Iterator[None]:
     A device of gloo has a thread that reads and writes sockets. When another thread has the lock of a connection, it
     does not sleep but asks again at once. Woken by the peer's message on the core of a thread that sends with that lock,
     it would displace that thread, and then ask for its lock until the system's next tick: 4 ms in which nothing moves,
-    met by one message of eight (docs/decisions/0032). Where the system knows no such policy, or the
-    caller has asked for a policy of its own, threads are as they come.
+    met by one message of eight (docs/decisions/0032). Where the system knows no such policy or does not allow it, as some
+    sandboxes, or the caller has a policy of its own, threads are as they come.
     """
-    if not hasattr(os, "SCHED_BATCH") or (policy := os.sched_getscheduler(0)) != os.SCHED_OTHER:
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # new threads have the policy of the one that starts them
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # new threads have the policy of the one that starts them
     try:
         yield
     finally:
-        os.sched_setscheduler(0, policy, os.sched_param(0))
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @dataclass(frozen=True, slots=True)
