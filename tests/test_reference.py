@@ -114,7 +114,7 @@ def test_a_plan_with_complex_buffers_equals_one_device() -> None:
 
 
 def test_gradients_may_be_rounding_alone() -> None:
-    """As where branches begin with weights of zero: only the last parameter here has a gradient, in exact numbers."""
+    """Where branches begin with weights of zero, only the last parameter here has a gradient in exact numbers."""
     assert typical_norm({}) == 0 and typical_norm({"head": 3.0, "a": 0.0, "b": 0.0, "c": 0.0}) == 1.5
     truth = reference(job(Rotated), steps=1)
     *others, last = truth.gradients[0]

@@ -40,7 +40,7 @@ OF_TITAN = (
     "torchdata", "datasets", "fsspec", "pandas",
 )  # fmt: skip
 ALONE = ("torchvision==0.28.*", "torchtitan==0.2.2", *OF_TITAN)
-"""What is installed without what it asks for, which is a torch of another build or more than its models need."""
+"""These packages are installed alone: what they ask for is a torch of another build, or more than their models need."""
 LIBRARIES = ("transformers", "torchvision", "timm", "diffusers")
 LISTS = ("titan", "hugging_face", "vision", "diffusion", "others", "modalities")
 
