@@ -291,8 +291,8 @@ def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | 
 def _clocked(bound: Rank, batch: CostKey | None, messages: Messages | None) -> Iterator[tuple[CostKey | None, Thunk]]:
     """Yield a rank's closures in order, each with the key under which its time is kept, or None.
 
-    `batch` is the key of a load that calls the job's batch function. With `messages` ranks exchange something wherever a
-    run communicates: a mixture whose ranks did not meet was measured 10 % faster than it ran (docs/decisions/0032).
+    `batch` is the key of a load that calls the job's batch function. With `messages` ranks exchange something wherever
+    a run communicates: a mixture whose ranks did not meet was measured 10 % faster than it ran (docs/decisions/0032).
     """
     traffic, loaded = PlanBytes(bound.plan), set[int]()
     for instr in bound.role.program:

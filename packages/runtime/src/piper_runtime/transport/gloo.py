@@ -107,10 +107,10 @@ def _new_threads_let_others_run() -> Iterator[None]:
     """Give threads that are started within a policy by which they displace no other thread when they wake up.
 
     A device of gloo has a thread that reads and writes sockets. When another thread has the lock of a connection, it
-    does not sleep but asks again at once. Woken by the peer's message on the core of a thread that sends with that lock,
-    it would displace that thread, and then ask for its lock until the system's next tick: 4 ms in which nothing moves,
-    met by one message of eight (docs/decisions/0032). Where the system knows no such policy or does not allow it, as some
-    sandboxes, or the caller has a policy of its own, threads are as they come.
+    does not sleep but asks again at once. Woken by the peer's message on the core of a thread that sends with that
+    lock, it would displace that thread, and then ask for its lock until the system's next tick: 4 ms in which nothing
+    moves, met by one message of eight (docs/decisions/0032). Where the system knows no such policy or does not allow
+    it, as some sandboxes, or the caller has a policy of its own, threads are as they come.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
