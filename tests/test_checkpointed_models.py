@@ -101,6 +101,28 @@ class Averaging(Normed):
         return x + checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]  # as above
 
 
+class Counting(Inner):
+    """PyTorch makes a region again as far as the backward needs it: not the counter behind the last kept tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2, dtype=torch.int64))
+
+    def inside(self, x: Tensor) -> Tensor:
+        made = torch.tanh(self.up(x))
+        self.calls.add_(1)
+        return made[..., :WIDTH]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]  # as above
+
+
+class CountingInAView(Counting):
+    def inside(self, x: Tensor) -> Tensor:
+        self.calls[0].add_(1)
+        return torch.tanh(self.up(x))[..., :WIDTH]
+
+
 def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
@@ -190,7 +212,8 @@ def test_running_averages_move_twice_as_in_plain_pytorch() -> None:
     assert report.equal, report.text()
 
 
-def test_other_changes_of_buffers_are_refused_with_their_line() -> None:
-    line = Averaging.inside.__code__.co_firstlineno + 1
+@pytest.mark.parametrize(("layer", "below"), [(Averaging, 1), (Counting, 2), (CountingInAView, 1)])
+def test_other_changes_of_buffers_are_refused_with_their_line(layer: type[Any], below: int) -> None:
+    line = layer.inside.__code__.co_firstlineno + below
     with pytest.raises(CaptureError, match=rf"checkpointed_models.py:{line} .*does twice.*Change it outside of the checkpointed"):
-        piper.compile(piper.Job(lambda: BlockNet([Averaging()]), batch, F.cross_entropy, sgd, ROWS), BOTH)
+        piper.compile(piper.Job(lambda: BlockNet([layer()]), batch, F.cross_entropy, sgd, ROWS), BOTH)

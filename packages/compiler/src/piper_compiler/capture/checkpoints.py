@@ -8,7 +8,7 @@ model asked for (`piper_compiler.directives.recompute`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,8 +19,13 @@ from piper_compiler.capture.concrete import line_of, tensors_of
 from piper_compiler.capture.tags import PREFIX
 from piper_ir.errors import CaptureError
 from piper_ir.ops import CHECKPOINT
-from piper_ops import BATCH_NORMS, user_line
+from piper_ops import BATCH_NORMS, storage_key, user_line
 
+IN_PLACE = (
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+)  # fmt: skip
+"""The functions of Python that write into their first argument."""
 CALLS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint)
 
 
@@ -76,6 +81,8 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
     line = user_line(call)
     _check(call, given, body)
     copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+    held = {storage_key(t) for g in given if isinstance(g, fx.Node) and g.op == "placeholder" for t in tensors_of(g)}
+    norms = [node for node in body.graph.nodes if node.target in BATCH_NORMS]
     results: Any = ()
     with module.graph.inserting_before(call):
         for node in body.graph.nodes:
@@ -88,7 +95,7 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
                 copy = copies[node] = module.graph.node_copy(node, copies.__getitem__)
                 copy.meta = {**node.meta, "custom": {**(node.meta.get("custom") or {}), PREFIX + CHECKPOINT: 1}}
                 if _runs_again(call):
-                    _update_twice(copy)
+                    _update_twice(copy, held, before_norm=any(node < norm for norm in norms))
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         module.graph.erase_node(user)
@@ -103,11 +110,13 @@ def _runs_again(call: fx.Node) -> bool:
     return any(t.requires_grad for t in tensors_of(call))
 
 
-def _update_twice(node: fx.Node) -> None:
+def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
     """Let what changes a buffer do it twice, as in plain PyTorch, which makes the region again.
 
-    Two updates of a running average with the same statistics are one with another momentum. Raises CaptureError for
-    changes of another kind.
+    Two updates of a running average with the same statistics are one with another momentum. A counter is doubled only
+    before a batch norm: PyTorch ends the region where it has made the last tensor that the backward needs, and does not
+    come to what stands behind. Raises CaptureError for changes of another kind; `held` are the storages of the tensors
+    that the model or the batch has, of which a view may be changed, too.
     """
     if node.target in BATCH_NORMS:
         bound: dict[str, Any] = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
@@ -117,16 +126,16 @@ def _update_twice(node: fx.Node) -> None:
         return
     changed, *given = node.args or (None,)
     method = str(node.target) if node.op == "call_method" else ""
-    writes = (method.endswith("_") and not method.endswith("__")) or node.target is operator.setitem
-    if not writes or not isinstance(changed, fx.Node) or changed.op != "placeholder":
+    writes = (method.endswith("_") and not method.endswith("__")) or node.target in IN_PLACE
+    if not writes or not isinstance(changed, fx.Node) or not any(storage_key(t) in held for t in tensors_of(changed)):
         return
-    if method == "add_" and isinstance(given[0], int) and not tensors_of(node)[0].is_floating_point():
+    if before_norm and method == "add_" and isinstance(given[0], int) and not tensors_of(node)[0].is_floating_point():
         node.args = (changed, 2 * given[0])
         return
     raise CaptureError(
         f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of torch.utils.checkpoint, which plain "
-        "PyTorch does twice: in the forward, and in the backward, when it makes the region again. Change it outside of the "
-        "checkpointed function, or leave checkpoint out and write piper.recompute in the strategy"
+        "PyTorch does twice: in the forward, and in the backward, when it makes the region again and comes so far. Change it "
+        "outside of the checkpointed function, or leave checkpoint out and write piper.recompute in the strategy"
     )
 
 
