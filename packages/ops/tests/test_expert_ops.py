@@ -368,3 +368,13 @@ def test_an_order_that_is_kept_is_that_of_the_same_choices() -> None:
     assert bags.order(chosen).tolist() == [0, 1, 2, 3]
     del chosen
     assert bags._last._order is None
+
+
+def test_choices_made_in_inference_mode_are_sorted_each_time() -> None:
+    """A model that is tried out by hand may run there; torch does not say whether such choices were written since."""
+    with torch.inference_mode():
+        chosen = torch.tensor([[1, 0], [0, 1]])
+        rows, counts = route(torch.eye(2), chosen, 2)
+        assert rows.argmax(1).tolist() == [0, 1, 0, 1] and counts.tolist() == [2, 2]
+        chosen[0, 0] = 0
+        assert bags.order(chosen).tolist() == [0, 1, 2, 3]

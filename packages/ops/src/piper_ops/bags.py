@@ -36,15 +36,21 @@ class _Last:
 
     def get(self, chosen: Tensor) -> npt.NDArray[Any] | None:
         """Return the order of choices, if these are the last ones and were not written since."""
-        known = self._of is not None and self._of() is chosen and self._version == chosen._version
+        known = self._of is not None and self._of() is chosen and self._version == _version(chosen)
         return self._order if known else None
 
     def put(self, chosen: Tensor, order: npt.NDArray[Any]) -> None:
-        self._of, self._version, self._order = weakref.ref(chosen, self._forget), chosen._version, order
+        if (version := _version(chosen)) is not None:
+            self._of, self._version, self._order = weakref.ref(chosen, self._forget), version, order
 
     def _forget(self, gone: object) -> None:
         if self._of is gone:
             self._of = self._order = None
+
+
+def _version(chosen: Tensor) -> int | None:
+    """Return how often choices were written; None for those of torch.inference_mode, of which torch does not count it."""
+    return None if chosen.is_inference() else chosen._version
 
 
 _last = _Last()
