@@ -91,6 +91,19 @@ def test_ranks_stay_where_they_are(
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_ranks_compute_where_a_sandbox_refuses_them_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    system = Cores({0, 1})
+    monkeypatch.setattr(system, "sched_setaffinity", refused)
+    monkeypatch.setattr(module, "os", system)
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    with core_share(CPU, 0, 2) as found:
+        assert found, "there are as many cores as ranks"
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_new_threads_stay_on_the_share_too() -> None:
     before = os.sched_getaffinity(0)
     if len(before) < 2:

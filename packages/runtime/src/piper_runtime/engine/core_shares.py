@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -22,7 +22,7 @@ def core_share(device: torch.device, local_rank: int, local_world: int) -> Itera
 
     Shares of the `local_world` ranks of a machine are side by side and differ by one core at most. Ranks stay on all
     cores if a share has fewer cores than torch has threads, if the device is not the CPU, or where a process cannot
-    choose.
+    choose, or may not.
     """
     count = usable_cores()
     enough = local_world <= count
@@ -36,8 +36,10 @@ def core_share(device: torch.device, local_rank: int, local_world: int) -> Itera
         return
     cores = sorted(os.sched_getaffinity(0))
     first, end = (number * count // local_world for number in (local_rank, local_rank + 1))
-    os.sched_setaffinity(0, cores[first:end])
+    with suppress(OSError):  # some sandboxes refuse it
+        os.sched_setaffinity(0, cores[first:end])
     try:
         yield enough
     finally:
-        os.sched_setaffinity(0, cores)
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
