@@ -43,8 +43,8 @@ def rows_of_the_round_before() -> AbstractContextManager[Any]:
 
 def results_of_another_device() -> AbstractContextManager[Any]:
     """What comes back is taken for that of the device which has the same place from behind."""
-    right = rounds._home
-    return patch.object(rounds, "_home", lambda back, *rest: right(back.flip(0), *rest))
+    right = rounds._add_home
+    return patch.object(rounds, "_add_home", lambda back, *rest: right(back.flip(0), *rest))
 
 
 def rows_left_by_expert() -> AbstractContextManager[Any]:

@@ -41,6 +41,16 @@ print(losses(piper.compile(job(functools.partial(Net, 2)), SPLIT)))
 """
 
 
+SHARED = """
+import piper
+from piper.models import MoEConfig
+sizes = MoEConfig(layers=1, width=8, heads=2, kv_heads=2, hidden=8, vocab=16, length=4, experts=4, top_k=2, capacity_factor=1.25)
+over = piper.recipes.data_parallel(over=("ep",))
+strategy = piper.Strategy(piper.Mesh(ep={ep}), (*piper.recipes.expert_parallel(), *over))
+print(piper.compile(piper.models.job(sizes, global_batch=8), strategy).plan.mesh.world, "ranks")
+"""
+
+
 class Unknown(Net):
     """Holds an array that is too large to be looked into."""
 
@@ -122,6 +132,12 @@ def test_what_was_asked_for_later_is_kept_too(counted: Mock, again: Callable[[],
     assert found[0] == found[1]
     assert counted.call_count == 1
     assert len(files(folder)) == 1
+
+
+def test_experts_that_are_shared_in_another_way_come_from_what_is_kept(folder: Path) -> None:
+    for ep in (2, 4):
+        done = subprocess.run([sys.executable, "-c", SHARED.format(ep=ep)], capture_output=True, text=True, check=False)
+        assert done.stdout == f"{ep} ranks\n", done.stderr
 
 
 def test_what_a_file_does_not_hold_is_captured(counted: Mock, again: Callable[[], None]) -> None:

@@ -43,15 +43,20 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
     return found
 
 
+def cut_at_experts(captured: Captured) -> Captured:
+    """Return the same capture, cut at the regions of experts."""
+    if () not in captured.shared:
+        captured.shared[()] = with_experts(captured)
+    return captured.shared[()]
+
+
 def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
     wanted = next((one for one in asked if one.experts), None)
     if wanted is None:
         split = _split(captured, asked)
         seams = any(one.cut for one in split)
         return _Shared(with_seams(captured, split, params_of(captured.program)) if seams else captured, split).captured()
-    if () not in captured.shared:  # the same, cut at the regions of experts
-        captured.shared[()] = with_experts(captured)
-    apart = captured.shared[()]
+    apart = cut_at_experts(captured)
     found = ExpertChunks(apart, wanted, params_of(apart.program))
     return _Shared(apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found).captured()
 

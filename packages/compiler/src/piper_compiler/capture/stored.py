@@ -24,7 +24,7 @@ from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded
 from piper_compiler.capture.routed import Routed, RoutedLayouts
-from piper_compiler.capture.sharding import with_shardings
+from piper_compiler.capture.sharding import cut_at_experts, with_shardings
 from piper_compiler.capture.stepgraph import Joint
 from piper_compiler.capture.traced import Traced
 from piper_compiler.capture.variants import with_policies
@@ -175,8 +175,8 @@ def _derive(live: Captured, kept: Captured, code: str) -> None:
     for asked, one in kept.shared.items():
         programs = {(): one.program, **one.under}
         for policies, program in programs.items():
-            if asked and code in _codes(program):
-                with_policies(with_shardings(live, asked), policies)
+            if code in _codes(program):
+                with_policies(with_shardings(live, asked) if asked else cut_at_experts(live), policies)
 
 
 def _codes(program: Program) -> set[str]:
