@@ -49,7 +49,8 @@ class _Last:
 
 
 def _version(chosen: Tensor) -> int | None:
-    """Return how often choices were written; None for those of torch.inference_mode, of which torch does not count it."""
+    """Return how often choices were written; None for those of torch.inference_mode, of which torch does not count
+    it."""
     return None if chosen.is_inference() else chosen._version
 
 
