@@ -49,8 +49,7 @@ class _Last:
 
 
 def _version(chosen: Tensor) -> int | None:
-    """Return how often choices were written; None for those of torch.inference_mode, of which torch does not count
-    it."""
+    """Return how often choices were written; None for those of torch.inference_mode, which torch does not count."""
     return None if chosen.is_inference() else chosen._version
 
 
