@@ -32,6 +32,7 @@ from piper_runtime.launch.processes import Pool
 from piper_simulator import Cluster, DeviceModel, load_cluster, simulate
 from piper_simulator.contention import loads
 from piper_simulator.durations.communication import duration, rank_group
+from piper_simulator.durations.instances import axes_inside, instances
 from piper_simulator.durations.kernels import step_seconds
 from piper_simulator.metrics import executed_flops, model_flops, repeated_share
 from piper_simulator.times.splitting import each_rank, split
@@ -53,6 +54,16 @@ def plan(sequence: bool = False, pp: int = 1, dp: int = 1, tp: int = 2) -> Plan:
     return piper.compile(job(), Strategy(Mesh(tp=tp, pp=pp, dp=dp), directives)).plan
 
 
+@cache
+def dropless(capacity: float | None = None) -> Plan:
+    """Return a plan of two devices that share experts: one without a capacity exchanges inside of steps."""
+    sizes = models.MoEConfig(
+        layers=1, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16, experts=4, top_k=2, capacity_factor=capacity
+    )
+    recipe = [*recipes.expert_parallel(), *recipes.data_parallel(over=("dp", "ep"))]
+    return piper.compile(models.job(sizes, global_batch=8, precision="float32"), Strategy(Mesh(ep=2, dp=2), recipe)).plan
+
+
 def expected(of: Plan, cluster: Cluster, members: tuple[int, ...]) -> dict[str, tuple[float, float]]:
     """By instruction of the compute stream the seconds of its kernels and of its messages, from chunks and cluster alone."""
     out = {}
@@ -62,7 +73,8 @@ def expected(of: Plan, cluster: Cluster, members: tuple[int, ...]) -> dict[str, 
         steps = [(p.op.step, of.chunk(p.op.variant).steps[p.op.step]) for p in instr.parts if isinstance(p.op, Compute)]
         kernels = sum(step_seconds(cluster.device, sig.cost, step) for step, sig in steps)
         group = rank_group(cluster, members)
-        sent = sum(duration(cluster, c.kind, int(c.nbytes), group).seconds for _, sig in steps for c in sig.collectives)
+        each = [(c.kind, int(c.nbytes)) for _, sig in steps for c in sig.collectives]
+        sent = sum(duration(cluster, kind, nbytes, group).seconds for kind, nbytes in each if nbytes)
         out[instr.name] = kernels, sent
     return out
 
@@ -130,6 +142,22 @@ def test_ranks_that_share_chunks_are_one_unit_as_slow_as_the_slowest() -> None:
     assert first.seconds - first.inside_s == pytest.approx(3 * (second.seconds - second.inside_s))
     assert [role.ranks for role in each_rank(of).plan.roles] == [(0, 1), (2, 3)]
     assert split(of, H100, shared=True).plan is of
+
+
+def test_dropless_experts_exchange_inside_of_steps_and_keep_in_step() -> None:
+    """Further rounds, which a plan has without bytes, take no time; experts with a capacity meet between steps."""
+    of, slow = dropless(), replace(H100, slow_ranks={1: 3.0})
+    (role,) = of.roles
+    members = next(ranks for c in of.channels if c.purpose == "tensor" for ranks in instances(of, c) if 0 in ranks)
+    wanted, model = expected(of, H100, members), DeviceModel(of, H100, None)
+    found = {i.name: model.work(role, i).inside_s for i in role.program if i.stream == COMPUTE}
+    assert found == {name: pytest.approx(sent) for name, (_, sent) in wanted.items()}
+    assert simulate(of, H100).inside_comm_s == pytest.approx(sum(found.values())) and sum(found.values()) > 0
+    pairs = sorted(instances(of, next(c for c in of.channels if c.purpose == "tensor")))
+    assert sorted(r.ranks for r in split(of, slow, shared=False).plan.roles) == pairs
+    between = dropless(capacity=1.0)
+    assert simulate(between, H100).inside_comm_s == 0.0
+    assert axes_inside(of) == ("ep",) and axes_inside(between) == () == axes_inside(plan(tp=1)) and axes_inside(plan()) == ("tp",)
 
 
 def test_messages_inside_of_steps_share_links_with_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ else is one kernel that moves bytes of memory. A role's instructions take as lon
 its messages as long as the slowest instance of their channel. `simulate` passes roles whose ranks are alike
 (`piper_simulator.times.splitting`).
 
-A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other.
-Measured durations of such steps are those of the kernels.
+A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other; so
+does one of dropless experts. Measured durations of such steps are those of the kernels.
 
 Where the host is the device (a CPU), the processor time of a message delays the computation that is issued next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it.
@@ -30,7 +30,7 @@ from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_loads import loaded, of_experts
-from piper_simulator.durations.instances import instances, meeting_inside
+from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
 from piper_simulator.durations.kernels import Took, is_guess, launched, step_took
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
@@ -72,7 +72,7 @@ class DeviceModel(CostModel):
         self.uniform = not self._inline and all(part.op != "Batch" for part in self.costs.parts)
         self._traffic = PlanBytes(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
-        self._meets = bool(plan.shared)
+        self._meets = bool(axes_inside(plan))
         self._inside: dict[tuple[Compute, int, str], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[RankGroup]] = {}
@@ -246,14 +246,15 @@ class DeviceModel(CostModel):
         return Work(took.seconds, took.source, flops=flops)
 
     def _with_messages(self, role: RolePlan, op: Compute, kind: int) -> Work:
-        """Return the work of a step with the messages inside of it."""
+        """Return the work of a step with the messages inside of it; those without bytes are not sent."""
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
             kernels = self._steps[op, kind]
             taken = [
-                (c, self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, bind(c.nbytes, self.plan.rows)))
+                (c, self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, nbytes))
                 for c in self.plan.chunk(op.variant).steps[op.step].collectives
+                if (nbytes := bind(c.nbytes, self.plan.rows))
             ]
             inside = _summed([StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds) for c, w in taken])
             source = min([kernels.source, *(w.source for _, w in taken)], key=_TRUST.index)

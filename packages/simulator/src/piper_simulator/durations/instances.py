@@ -15,16 +15,27 @@ def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
     return Channel(inside_channel(axis, role.role), "group", (role.role,), (COMPUTE,), plan.mesh.along(axis), "tensor")
 
 
-def in_step(plan: Plan) -> Sequence[int]:
-    """Return for each rank the number of its unit: the ranks that share the work of chunks.
+def axes_inside(plan: Plan) -> tuple[str, ...]:
+    """Return the axes along which devices meet inside of steps.
 
-    They meet inside of every step, so that they do the same at the same time.
+    Devices that share the work of chunks do, and those that share the experts of a dropless mixture. Those that share
+    experts with a capacity meet between steps.
     """
-    world = plan.mesh.world
-    if not plan.shared:
+    inside = {one.axis for chunk in plan.chunks if chunk.experts for sig in chunk.steps.values() for one in sig.collectives}
+    met = {axis for axes in inside for axis in axes.split("+")}
+    return (*plan.shared, *[axis for axis in plan.experts if axis in met])
+
+
+def in_step(plan: Plan) -> Sequence[int]:
+    """Return for each rank the number of its unit: the ranks that meet inside of every step.
+
+    So they do the same at the same time.
+    """
+    world, met = plan.mesh.world, axes_inside(plan)
+    if not met:
         return range(world)
     units: dict[tuple[int, ...], int] = {}
-    others = [axis for axis in plan.mesh.axes if axis not in plan.shared]
+    others = [axis for axis in plan.mesh.axes if axis not in met]
     places = [plan.mesh.coords(rank) for rank in range(world)]
     return [units.setdefault(tuple([place[axis] for axis in others]), len(units)) for place in places]
 
