@@ -8,9 +8,10 @@ the tokens of each expert in its metrics.jsonl.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, sqrt
+from os.path import isdir
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -201,35 +202,60 @@ def _fullest(tokens: Sequence[float], ranks: int) -> float:
 
 def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
     """Return the load of a run, from its folder or its metrics."""
-    file = path / METRICS if path.is_dir() else path
-    steps = [_of_step(file, k, line, mixture) for k, line in enumerate(_lines(file), 1)]
+    file = path / METRICS if isdir(path) else path
+    steps = [_of_step(file, k, line, mixture) for k, line in enumerate(_lines(path, file), 1)]
     steps = [loads for loads in steps if loads]
     if not steps:
-        raise PlanError(f"load={str(path)!r}: no step of {file} has tokens of experts; it is of a model without experts")
+        raise _no_load(file, "no line has tokens of experts: it is of a model without experts, or of no run")
     by_step = [sum(loads) / len(loads) for loads in steps]
     text = f"{file}, {len(steps)} steps of {len(steps[0])} layers"
     return ExpertLoad(sum(by_step) / len(by_step), max(by_step), "measured", text)
 
 
-def _lines(file: Path) -> list[str]:
+def _no_load(path: Path, problem: str) -> PlanError:
+    return PlanError(f"load={str(path)!r}: {problem}; the {METRICS} of a run of this model, or the run's folder, is accepted")
+
+
+def _lines(path: Path, file: Path) -> list[str]:
+    """Return the lines of a file, which is `path` or in that folder."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise PlanError(f"load={str(file)!r}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    except FileNotFoundError:
+        problem = "there is no such file or folder" if file is path else f"this folder has no {METRICS}"
+    except UnicodeDecodeError:
+        problem = "it is no text"
+    except (OSError, ValueError) as e:
+        problem = f"it cannot be read: {getattr(e, 'strerror', None) or e}"
+    raise _no_load(path, problem)
 
 
 def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float]:
     """Return the load of each layer in a line of metrics; none where it has no experts."""
     try:
         found = json.loads(line)
-        layers: Mapping[str, Any] = (found.get(EXPERTS) or {}) if isinstance(found, dict) else {}
-        tokens = {name: [float(n) for n in of["tokens"]] for name, of in layers.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise PlanError(f"load: line {number} of {file} is no line of a run's metrics: {type(e).__name__}: {e}") from None
-    for name, of in tokens.items():
-        if len(of) != mixture.experts:
-            raise PlanError(f"load: {name} in {file} has {len(of)} experts, those of this plan are {mixture.experts}")
-    return [_fullest(of, mixture.ranks) for of in tokens.values()]
+    except (ValueError, RecursionError):
+        raise _no_load(file, f"line {number} is no line of a run's metrics: it is no JSON") from None
+    by_layer = _tokens_by_layer(found)
+    if by_layer is None:
+        raise _no_load(file, f"line {number} is no line of a run's metrics: it has no numbers of tokens by layer of experts")
+    for name, tokens in by_layer.items():
+        if len(tokens) != mixture.experts:
+            raise _no_load(file, f"{name} has {len(tokens)} experts, those of this plan are {mixture.experts}")
+    return [_fullest(tokens, mixture.ranks) for tokens in by_layer.values()]
+
+
+def _tokens_by_layer(line: object) -> dict[str, list[float]] | None:
+    """Return the tokens of the experts of each layer in a line of metrics; None where it is no such line."""
+    layers = (line.get(EXPERTS) or {}) if isinstance(line, dict) else None
+    if not isinstance(layers, dict):
+        return None
+    by_layer: dict[str, list[float]] = {}
+    for name, of in layers.items():
+        counts = of.get("tokens") if isinstance(of, dict) else None
+        if not isinstance(counts, list) or not all(type(n) in (int, float) and 0 <= n < 2**63 for n in counts):
+            return None
+        by_layer[name] = [float(n) for n in counts]
+    return by_layer
 
 
 def loaded(cost: Cost, step: Step, load: float) -> Cost:

@@ -1,0 +1,59 @@
+"""Files that are given as the log of a run, and are none: each is refused with one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piper_ir.errors import PlanError
+from piper_simulator.durations.expert_loads import Mixture, load_of
+
+MIXTURE = Mixture(experts=8, ranks=4, choices=4096, tokens=2048, padded=True)
+NO_TOKENS = "line 1 is no line of a run's metrics: it has no numbers of tokens by layer"
+ACCEPTED = "; the metrics.jsonl of a run of this model, or the run's folder, is accepted"
+
+
+def refused(path: Path, problem: str) -> None:
+    with pytest.raises(PlanError) as error:
+        load_of(None, path)  # type: ignore[arg-type]  # no plan is asked
+    assert str(error.value).startswith(f"load={str(path)!r}: {problem}") and str(error.value).endswith(ACCEPTED)
+
+
+@pytest.fixture(autouse=True)
+def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every plan have the same experts."""
+    monkeypatch.setattr("piper_simulator.durations.expert_loads.mixture_of", lambda plan: MIXTURE)
+
+
+def line(first: str, *others: int) -> str:
+    """Return a line of metrics; the tokens of the first expert are JSON, whatever number that is."""
+    return json.dumps({"step": 0, "experts": {"layers.0": {"tokens": ["first", *others]}}}).replace('"first"', first)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{}\n", "no line has tokens of experts"),
+        ("no json", "line 1 is no line of a run's metrics: it is no JSON"),
+        (line("1", 2), "layers.0 has 2 experts, those of this plan are 8"),
+        ("[1]", NO_TOKENS),
+        ('{"experts": 8, "chunks": []}', NO_TOKENS),
+        ('{"experts": {"layers.0": [1, 2]}}', NO_TOKENS),
+        (line("-1", *[1] * 7), NO_TOKENS),
+        (line("NaN", *[1] * 7), NO_TOKENS),
+        (line("1" + "0" * 400, *[1] * 7), NO_TOKENS),
+        (b"\xb8", "it is no text"),
+    ],
+)
+def test_a_file_that_is_no_runs_log(text: str | bytes, problem: str, tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(log, problem)
+
+
+def test_a_log_that_is_missing(tmp_path: Path) -> None:
+    refused(tmp_path / "none.jsonl", "there is no such file or folder")
+    refused(tmp_path, "this folder has no metrics.jsonl")
+    refused(tmp_path / ("x" * 300), "it cannot be read: File name too long")
