@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from piper.cli.loading import load_file
-from piper.cli.predicting import Target, one_more
+from piper.cli.predicting import Target, load_named, one_more
 from piper.views.recipe_view import shown
 from piper.views.why_tables import MOST, comparison_tables, why_tables
-from piper_simulator import compare, simulate, why
+from piper_ir.errors import JobError
+from piper_simulator import Zipf, compare, simulate, why
 from tests.test_cli import RECIPE, fails, piper
 
 ON = ("--cluster", "h100x8")
@@ -187,3 +188,21 @@ def test_the_page_is_of_today() -> None:
     for name, part in script["parts"]().items():
         assert part in page, f"{name} is not in docs/why.md; run `make gallery`"
     assert all(f"```\n{title}" in page for title in script["SHOWN"])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("nofile.jsonl", "--load 'nofile.jsonl': there is no such file or folder; a number such as 1.3, "),
+        ("x" * 300, "': there is no such file or folder; a number"),
+        ("", "--load '': it is empty; a number"),
+        ("zipf:", "--load zipf:: zipf:S with a number S from 0 on"),
+    ],
+)
+def test_a_load_that_is_none_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(JobError, match=problem):
+        load_named(text)
+
+
+def test_a_load_is_a_number_a_distribution_or_a_place(tmp_path: Path) -> None:
+    assert [load_named(text) for text in ("1.3", "Zipf:0.3", str(tmp_path))] == [1.3, Zipf(0.3), tmp_path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -64,14 +65,18 @@ def load_named(text: str | None) -> GivenLoad | None:
     if text is None:
         return None
     kind, _, s = text.partition(":")
+    zipf = kind.lower() == "zipf"
     try:
-        return Zipf(float(s)) if kind.lower() == "zipf" else float(text)
+        number = float(s if zipf else text)
     except ValueError:
-        if kind.lower() == "zipf":
-            raise JobError(f"--load {text}: zipf:S with a number S is needed, such as zipf:0.3") from None
-    if not Path(text).exists():
-        raise JobError(f"--load {text}: a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is needed")
-    return Path(text)
+        if zipf:
+            raise JobError(f"--load {text}: zipf:S with a number S from 0 on is needed, such as zipf:0.3") from None
+        if not os.path.exists(text):
+            problem = "there is no such file or folder" if text.strip() else "it is empty"
+            accepted = "a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is accepted"
+            raise JobError(f"--load {text!r}: {problem}; {accepted}") from None
+        return Path(text)
+    return Zipf(number) if zipf else number
 
 
 @dataclass(frozen=True)
