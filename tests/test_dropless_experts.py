@@ -50,7 +50,7 @@ def expected(load: str, replicas: int, microbatches: int) -> parity.Reference:
 
 
 def shared(**more: Any) -> Any:
-    return piper.shard(where(experts=ANY), over="ep", index="experts", stream="rows", **more)
+    return piper.shard(where(experts=ANY), **{"over": "ep", "index": "experts", "stream": "rows", **more})
 
 
 @functools.cache
@@ -151,8 +151,15 @@ def test_a_model_with_attention_whose_heads_are_shared(schedule: str) -> None:
 
 
 def test_tokens_in_parts_are_refused() -> None:
-    with pytest.raises(DirectiveError, match=r"is a dropless mixture whose experts devices share, which needs all tokens"):
-        compiled("2", Mesh(ep=2, tp=2), piper.shard(where(), stream="tokens"))
+    shares = {"tp": piper.shard(where(), stream="tokens"), "cp": piper.shard(where(), over="cp", index="tokens")}
+    for axis, tokens in {"tp": 'stream="tokens"', "cp": r"shard\(index=\"tokens\", over='cp'\)"}.items():
+        with pytest.raises(DirectiveError, match=rf"mixture whose experts devices share over ep; .*{tokens} shares them"):
+            compiled("2", Mesh((("ep", 2), (axis, 2))), shares[axis])
+
+
+def test_what_is_shared_of_a_dropless_mixture_is_called_experts() -> None:
+    with pytest.raises(DirectiveError, match=r"experts of a dropless mixture \(layer0_experts0\); write index='experts'"):
+        compiled("2", Mesh(ep=2), index="heads")
 
 
 @pytest.mark.long
@@ -216,3 +223,11 @@ def test_a_replaced_loop_over_experts_is_shared() -> None:
     found = run(made)
     parity.assert_parity(found, parity.reference(work, replicas=2, microbatches=1, steps=2))
     assert not lies(made.plan, found.memory)
+
+
+def test_experts_without_a_tag_are_refused_with_the_tag_that_they_need() -> None:
+    work = expert_loops.job(expert_loops.untagged)
+    with pytest.raises(DirectiveError, match=r"tag module 'layers.0.experts' and 1 more .*piper.tag") as error, pytest.warns():
+        piper.compile(work, Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))]))
+    advised = str(error.value).partition("piper.tag(model, ")[2].removesuffix(")")
+    assert eval(advised) == expert_loops.TAGS

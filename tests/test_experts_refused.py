@@ -145,8 +145,35 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
     (lambda: compiled("", keep=True), DirectiveError, "keep=True: nothing is gathered .* condition 11"),
     (lambda: compiled("", channel="compute"), DirectiveError, "channel='compute'; the name of a stream other .* condition 11"),
     (lambda: compiled("", sms=-1), DirectiveError, "sms=-1; a number from 0, or None"),
-    (lambda: compiled("", selection=where()), DirectiveError, "layer0 reads the batch, of which each device has its own rows"),
-    (lambda: compiled("", selection=where(layer=7)), DirectiveError, r"where\(layer=7\) selects no chunk; put the experts'"),
+    (
+        lambda: compiled("", selection=where()),
+        DirectiveError,
+        r"selects all chunks; .*shard\(where\(experts=ANY\), .* condition 1",
+    ),
+    (lambda: compiled("", selection=where(), index="heads"), DirectiveError, r"selects all chunks; .*where\(experts=ANY\)"),
+    (
+        lambda: compiled("", selection=where(layer=0)),
+        DirectiveError,
+        r"layer0 reads the batch, .*; where\(experts=ANY\) selects the regions of experts alone",
+    ),
+    (
+        lambda: compiled("", selection=where(layer=7)),
+        DirectiveError,
+        r"where\(layer=7\) selects no chunk; where\(experts=ANY\) selects the regions of experts alone",
+    ),
+    (lambda: compiled("", stream=""), DirectiveError, r"stream='' shares all chunks.*stream=\"rows\"\) .*condition 1"),
+    (lambda: compiled("", stream="tokens"), DirectiveError, r"stream='tokens' shares all chunks.*stream=\"rows\"\)"),
+    (
+        lambda: compiled("softmax over experts", selection=where(), stream=""),
+        DirectiveError,
+        r"index='experts'\): devices cannot share it in .*; devices share the experts .*stream=\"rows\"\)",
+    ),
+    (
+        lambda: compiled("", bound=2.0, overflow="drop"),
+        DirectiveError,
+        r"bound=2.0 and overflow='drop': only dropless mixtures take that, and layer0_experts0 has .*capacity_factor=None",
+    ),
+    (lambda: compiled("", overflow="error"), DirectiveError, "'rows'\\): overflow='error': only dropless mixtures take that"),
     (lambda: piper.shard(where(), channel="x") and compiled("", stream="", channel="x"), DirectiveError, "channel and sms are"),
     (
         lambda: piper.compile(job(""), Strategy(PAIR, recipes.expert_parallel())),
@@ -160,8 +187,13 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
     ),
     (
         lambda: piper.compile(job(""), Strategy(PAIR, [recipes.expert_parallel(), *STAGES])),
-        CompileError,
-        r"name ep in replicate, too, as in replicate\(where\(\), over=\('ep',\)\)",
+        DirectiveError,
+        r"devices share experts over ep \(by shard\).*pp and ep of Mesh\(pp=2, ep=2\) \[place condition 7\]",
+    ),
+    (
+        lambda: piper.compile(job(""), Strategy(Mesh(dp=2), [recipes.expert_parallel(), recipes.data_parallel()])),
+        DirectiveError,
+        r"Mesh\(dp=2\) has no ep, .*Mesh\(ep=2\), .*data_parallel\(over=\('dp', 'ep'\)\).* \[shard condition 2\]",
     ),
     (
         lambda: piper.compile(compiled("").program, Strategy(Mesh(ep=4), [recipes.expert_parallel(), ROWS])),

@@ -89,6 +89,14 @@ def test_the_same_strategy_on_other_meshes() -> None:
     assert [*on_devices(by_hand, 3, ROWS)] == []
 
 
+def test_one_device_shares_no_experts() -> None:
+    experts, rows = piper.recipes.expert_parallel(), piper.recipes.data_parallel(over=("dp", "ep"))
+    shared = Strategy(piper.Mesh(dp=2), [*experts, *rows])
+    assert {s.directives for s in on_devices(shared, 1, ROWS)} == {()}
+    both = Strategy(piper.Mesh(ep=2, dp=2), [*experts, *rows])
+    assert next(iter(on_devices(both, 2, ROWS))).directives == both.directives, "along ep there are two"
+
+
 @pytest.mark.parametrize("devices", [3, 2, 1])
 def test_a_run_goes_on_with_fewer_devices(devices: int, compiled: Compiled, tmp_path: Path) -> None:
     whole = piper.execute(compiled, steps=4, launcher="inline")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from piper_compiler import Strategy, partition, replicate, split
+from piper_compiler import Strategy, partition, replicate, shard, split
 from piper_compiler.directives import Directive
 from piper_compiler.recipes import RECIPES, Recipe
 from piper_ir.errors import PiperError
@@ -111,10 +111,17 @@ def _replicas(strategy: Strategy, mesh: Mesh) -> int:
 
 
 def _resized(strategy: Strategy, known: UsedRecipe | None, mesh: Mesh, microbatches: int) -> list[Directive]:
-    """Return the directives for a mesh; a replication over axes of one device goes."""
+    """Return the directives for a mesh; a replication over axes of one device goes, and what needs it."""
     if known is not None:
         made = known.made(mesh.size("pp"), microbatches)
         directives = [*strategy.directives[: known.begin], *made, *strategy.directives[known.end :]]
     else:
         directives = [replace(d, microbatches=microbatches) if isinstance(d, split) else d for d in strategy.directives]
-    return [d for d in directives if not isinstance(d, replicate) or any(mesh.size(axis) > 1 for axis in d.over)]
+    return [d for d in directives if not _alone(d, mesh)]
+
+
+def _alone(item: Directive, mesh: Mesh) -> bool:
+    """Return whether a directive lets one device replicate something, or share experts."""
+    if isinstance(item, shard) and item.experts:
+        return mesh.size(item.over) == 1
+    return isinstance(item, replicate) and all(mesh.size(axis) == 1 for axis in item.over)

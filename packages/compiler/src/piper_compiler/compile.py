@@ -9,6 +9,7 @@ from functools import cached_property
 from piper_compiler.build import build_graph
 from piper_compiler.directives import Directive, asked_by_model, describe
 from piper_compiler.directives.base import Settling
+from piper_compiler.directives.replicate import check_rows
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.assemble import bound_chunks, plan_of
 from piper_compiler.passes.columns import columns
@@ -140,6 +141,7 @@ def drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options,
 def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
     """Check and apply each directive in the order written, then what the model asks for itself; return a new graph."""
     written = tuple(directives)
+    check_rows(graph, written)
     for item in written:
         graph = _applied(graph, item)
     for item in asked_by_model(graph, written):

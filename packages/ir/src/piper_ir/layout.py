@@ -39,6 +39,12 @@ SHARED = "shared"
 """The coordinate of the chunks that devices share, where the others are computed whole by each."""
 ROWS = "rows"
 """The stream of an axis whose devices each have rows of their own, and trade them for those of their experts."""
+EXPERTS_SHARED = 'shard(where(experts=ANY), over="ep", index="experts", stream="rows")'
+"""The directive by which devices share experts, as a user writes it."""
+BOUND = 1.25
+"""The places that a device of a dropless mixture has for rows of another one, over their mean."""
+OVERFLOWS = ("rounds", "error", "drop")
+"""The names of what becomes of more rows than that; the first is the default."""
 
 Layout = tuple[DimPart, ...]
 """The way in which a tensor is taken apart: each entry applies to what the ones before it have left."""
@@ -76,8 +82,8 @@ class Sharding:
     attention: str = field(default="heads", repr=False)
     order: str = field(default="", repr=False)
     selection: Where | None = field(default=None, repr=False)
-    bound: float = field(default=1.25, repr=False)
-    overflow: str = field(default="rounds", repr=False)
+    bound: float = field(default=BOUND, repr=False)
+    overflow: str = field(default=OVERFLOWS[0], repr=False)
     cut: bool = field(default=False, repr=False)
 
     @property

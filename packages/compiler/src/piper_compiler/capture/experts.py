@@ -20,8 +20,9 @@ from piper_compiler.capture.layouts import (
     wants_whole,
 )
 from piper_compiler.capture.routed import Routed
+from piper_compiler.capture.untagged import SELECT_EXPERTS, way_to_experts
 from piper_ir.errors import DirectiveError
-from piper_ir.layout import Sharding
+from piper_ir.layout import BOUND, EXPERTS, OVERFLOWS, Sharding
 from piper_ir.program import Chunk
 from piper_ir.sizes import Affine, TensorSpec
 
@@ -43,9 +44,10 @@ class ExpertChunks:
         selected = asked.selection
         self._inside = {id for id, c in self._chunks.items() if selected is not None and selected.matches(c.coords)}
         if not self._inside:
-            raise self._fail(f"{selected} selects no chunk; put the experts' products into `with piper.region(experts=0)`")
+            raise self._fail(f"{selected} selects no chunk; {way_to_experts(captured.program)}")
         recipe = captured.code.recipe
         self._routing = {c.id for c in self._experts_chunks if not self._refused(c) and recipe(c.code).routes}
+        self._check_routing()
         self._nests = {c.code: self._experts(c) for c in self._experts_chunks if c.id not in self._routing}
         self._exchanged = {ref: how for c in captured.program.chunks for ref, how in self._crossings(c)}
 
@@ -108,8 +110,22 @@ class ExpertChunks:
             (bool(outputs), f"makes a {outputs}"),
         ):
             if wrong:
-                raise self._fail(f"{chunk.id} {what}; leave that out of the region of experts")
+                way_out = "leave that out of the region of experts" if EXPERTS in chunk.coords else SELECT_EXPERTS
+                raise self._fail(f"{chunk.id} {what}; {way_out}")
         return False
+
+    def _check_routing(self) -> None:
+        """Raise DirectiveError for arguments that dropless mixtures do not take, or that only they take."""
+        if self._routing and self._asked.index != (EXPERTS,):
+            raise self._fail(f"devices share the experts of a dropless mixture ({min(self._routing)}); write index={EXPERTS!r}")
+        given = (("bound", self._asked.bound, BOUND), ("overflow", self._asked.overflow, OVERFLOWS[0]))
+        named = [f"{name}={value!r}" for name, value, usual in given if value != usual]
+        if named and not self._routing:
+            raise self._fail(
+                f"{' and '.join(named)}: only dropless mixtures take that, and {min(self._inside)} has places for so many tokens "
+                "as its capacity says; leave it out, or let the mixture drop none: MoEConfig(capacity_factor=None), or route and "
+                "unroute of piper_ops in a model of your own"
+            )
 
     def _experts(self, chunk: Chunk) -> tuple[list[DimNests], list[DimNests], Nested]:
         """Return the indexes of a chunk's inputs and outputs, and its experts."""
@@ -128,7 +144,7 @@ class ExpertChunks:
         found = "several indexes are" if nests else "no index is"
         raise self._fail(
             f"{found} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first dimension of a stack of "
-            "weights [experts, m, n], in products with one matrix each (torch.bmm)"
+            f"weights [experts, m, n], in products with one matrix each (torch.bmm); index={EXPERTS!r} names them"
         )
 
     def _crossings(self, chunk: Chunk) -> Iterator[tuple[str, Dispatched]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from piper_compiler.capture.assemble import TRACE_ROWS, with_experts
 from piper_compiler.capture.codestore import Captured
@@ -114,24 +115,32 @@ class _Shared:
         return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
 
     def _check_opaque(self) -> None:
-        tokens = [f'shard(index="tokens", over={s.over!r})' if s.context else 'stream="tokens"' for s in self._asked]
-        tokens = [text for text, s in zip(tokens, self._asked, strict=True) if s.context or s.stream == "tokens"]
         for chunk in self._captured.program.chunks:
-            if chunk.opaque and tokens:
+            if chunk.opaque and self._shares_tokens:
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and {tokens[0]} shares "
-                    f"them; leave the region out (piper.tag without opaque=True), or leave {tokens[0]} out"
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and {self._shares_tokens} "
+                    f"shares them; leave the region out (piper.tag without opaque=True), or leave {self._shares_tokens} out"
                 )
+
+    @cached_property
+    def _shares_tokens(self) -> str:
+        """Return as a user writes it what shares the tokens of all ops, or between layers; "" for nothing."""
+        for one in self._asked:
+            if one.context:
+                return f'shard(index="tokens", over={one.over!r})'
+            if one.stream == "tokens":
+                return 'stream="tokens"'
+        return ""
 
     def _joint(self, chunk: Chunk) -> Joint:
         return self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
 
     def _check_routed(self) -> None:
         for chunk in self._captured.program.chunks:
-            if self._routes(chunk) and any(s.stream == "tokens" or s.context for s in self._asked):
+            if self._experts is not None and self._routes(chunk) and (tokens := self._shares_tokens):
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share, which needs all tokens of a row; "
-                    'share the heads without stream="tokens", or give the mixture a capacity'
+                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over {self._experts.axis}; it needs "
+                    f"all tokens of a row on each device, and {tokens} shares them. Leave that out, or give it a capacity"
                 )
 
     def _routes(self, chunk: Chunk) -> bool:

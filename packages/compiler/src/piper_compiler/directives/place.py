@@ -10,7 +10,7 @@ Legality
  4. Placed axes are not axes over which the nodes are replicated.
  5. The streams named for a role agree with those named by earlier placements on it, and differ from the compute stream.
  6. The backward of a chunk and microbatch runs where its forward runs: what the forward saved is there.
- 7. Devices do not share chunks along the axes (by `shard`): those run one program.
+ 7. Devices do not share chunks or experts along the axes (by `shard`): those run one program.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class Place:
                 raise fail(self, 1, f"unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
             if shared_axes(graph, (axis,)):
                 raise fail(self, 7, f"devices share the chunks over {axis} (by shard), so all of them run each; use another axis")
+            if axis in dict(graph.program.experts):
+                text = f"devices share experts over {axis} (by shard), so all of them run each chunk"
+                raise fail(self, 7, f"{text}; give stages and experts an axis each, as pp and ep of Mesh(pp=2, ep=2)")
             if not 0 <= at < graph.mesh.size(axis):
                 size = graph.mesh.size(axis)
                 raise fail(

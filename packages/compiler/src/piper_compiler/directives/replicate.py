@@ -18,14 +18,14 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
-from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_compiler.directives.base import Directive, compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
-from piper_compiler.directives.shard import shared_axes
+from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph import Graph, Node, Replication
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
@@ -174,6 +174,18 @@ class Replicate:
         for node in graph.pick(self.selection):
             edit.replication[str(node.coords["chunk"])] = record
         return edit.done()
+
+
+def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
+    """Raise DirectiveError where experts are to be shared over an axis that neither the mesh nor a replication has."""
+    written = tuple(directives)
+    over = {axis for d in written if isinstance(d, Replicate) for axis in d.over}
+    for item in written:
+        if isinstance(item, Shard) and item.experts and item.over not in over and graph.mesh.size(item.over) == 1:
+            named = tuple(dict.fromkeys(("dp", item.over)))
+            text = f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, as in Mesh({item.over}=2), "
+            text += f"and name it in replicate, as in data_parallel(over={named!r}); or leave the experts' shard out"
+            raise fail(item, 2, text)
 
 
 def _bytes(mb: float | str) -> int:

@@ -60,7 +60,7 @@ from piper_compiler.directives.base import Directive, compute_nodes, describe, d
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
 from piper_ir.graph_parts import EdgeExchange
-from piper_ir.layout import ROWS, Sharding
+from piper_ir.layout import BOUND, EXPERTS, EXPERTS_SHARED, OVERFLOWS, ROWS, Sharding
 from piper_ir.mesh import AXES, Mesh, whole_axis
 from piper_ir.plan import COMPUTE
 from piper_ir.select import Where, where
@@ -69,8 +69,6 @@ STREAMS = ("", "tokens", ROWS)
 TOKENS = "tokens"
 ATTENTION = ("heads", "ring", "gather")
 ORDERS = ("", "zigzag", "blocks")
-BOUND = 1.25
-OVERFLOWS = ("rounds", "error", "drop")
 
 
 @directive
@@ -139,6 +137,7 @@ class Shard:
         if not isinstance(self.stream, str) or self.stream not in STREAMS:
             raise fail(self, 3, f'stream={self.stream!r}; "", "tokens" or "rows" is accepted')
         self._check_exchange()
+        self._check_selected()
         if type(self.keep) is not bool:
             raise fail(self, 3, f"keep={self.keep!r}; True or False is accepted")
         if not isinstance(self.index, str) and not (
@@ -152,6 +151,15 @@ class Shard:
         for name, given, usual in (("attention", self.attention, "heads"), ("order", self.order, "")):
             if given != usual and not self.context:
                 raise fail(self, 7, f'{name}={given!r} says how the tokens of attention are shared; write index="tokens", too')
+
+    def _check_selected(self) -> None:
+        """Raise DirectiveError where experts are selected and not shared, or shared and not selected."""
+        if self.experts and self.selection == where():
+            text = f'it selects all chunks; with stream="rows" devices share those of the experts: {EXPERTS_SHARED}'
+            raise fail(self, 1, text)
+        if not self.experts and EXPERTS in dict(self.selection.terms):
+            text = f"stream={self.stream!r} shares all chunks, so where() is accepted; devices share experts by {EXPERTS_SHARED}"
+            raise fail(self, 1, text)
 
     def _check_exchange(self) -> None:
         if not isinstance(self.channel, str) or self.channel == COMPUTE:

@@ -13,7 +13,10 @@ from piper_compiler.capture.layouts.names import AskedIndexes, Nested, Spots, na
 from piper_compiler.capture.layouts.reasons import obstacle
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import DirectiveError
-from piper_ir.layout import Sharding
+from piper_ir.layout import EXPERTS, EXPERTS_SHARED, Sharding
+
+HINTS = {"tokens": 'stream="tokens" shares it', EXPERTS: f"devices share the experts of a mixture by {EXPERTS_SHARED}"}
+"""The advice about indexes that devices cannot share like others, by the name of the index."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,12 @@ def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
     `chunks` are those with code of their own, by their ids.
     """
     for name in asked.index:
+        hint = f"; {HINTS[name]}" if name in HINTS else ""
         having = {id: chunk for id, chunk in chunks.items() if chunk.has(name)}
         if not having:
-            raise DirectiveError(f"shard(index={name!r}): there is no such index; {_offered(chunks)}")
+            raise DirectiveError(f"shard(index={name!r}): there is no such index; {_offered(chunks)}{hint}")
         for id, chunk in having.items():
             for problem in chunk.refusals(name, asked.degree):
-                hint = '; stream="tokens" shares it' if name == "tokens" else ""
                 raise DirectiveError(f"shard(index={name!r}): devices cannot share it in {id}: {problem}{hint}")
 
 
