@@ -19,10 +19,6 @@ from piper_report.idle import makespan
 from piper_report.phases import kinds
 from piper_report.style import (
     DPI,
-    GREY,
-    INK,
-    MICROBATCHES,
-    PALE,
     PHASE_COLOURS,
     SHORTEST,
     WIDTH,
@@ -33,25 +29,20 @@ from piper_report.style import (
     panels,
     picture,
     time_unit,
-    tint,
 )
 from piper_report.transfers import transfers
 
 MOST_RANKS = 8
 MOST_LABELS = 1200
-STRENGTH = {"F": 0.3, "B": 1.0, "R": 0.5, "I": 0.8, "W": 1.0, "pair": 0.7, "comm": 0.3}
-SHARED = {"gather": 0.85, "scatter": 0.75, "fold": 0.6}
-"""The strength of the phases that have a colour of their own, as in the memory figure, and not that of a microbatch."""
-OUTLINED = ("F", "comm")
-"""The pale phases, whose bars have an edge in the full colour."""
-HATCH = {"R": "----", "I": "....", "W": "//////", "pair": "xxxx"}
 AGAIN = "----"
-"""The hatch of a backward that begins with recomputation, beside that of its phase."""
+"""The hatch of a backward that begins with recomputation."""
 WAITING = "#B0B0B0"
+LETTER, MARGIN = 5.2, 3.0
+"""The points of a label's letter, and of the room beside a label; what has no room for all of it has no label."""
 PLOT_SHARE = 0.84
 """The approximate share of a figure's width that the axes of a timeline have."""
 NARROW = 4
-"""The pixels below which a bar has no edge, which would hide it; a communication then has the colour of its edge."""
+"""The pixels below which a bar has no edge, which would hide it."""
 UNREADABLE, READABLE = 6, 34
 """The pixels of the median computing bar below which the middle of a step is drawn again, and there."""
 Look = tuple[tuple[float, float, float], str, str]
@@ -107,9 +98,8 @@ class Timeline:
 def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -> list[Picture]:
     """Draw the whole step, and where its bars are too narrow to be read, its middle once more.
 
-    `traces` are predicted, measured, or both in this order. Ranks that
-    are alike are drawn once. Where
-    bars are narrower than half a pixel, one per half pixel is drawn. The axis is at least `length` seconds long.
+    `traces` are predicted, measured, or both in this order. Ranks that are alike are drawn once. Where bars are
+    narrower than half a pixel, one per half pixel is drawn. The axis is at least `length` seconds long.
     """
     length = max(length, *(makespan(t) for t in traces)) or SHORTEST
     found = [kinds(t, plan) for t in traces]
@@ -145,7 +135,7 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
         f"Gantt chart of one step, {both}: {len(rows)} rows for {everyone} ranks, each with its streams, "
         f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
     )
-    shared = any(k.phase in SHARED for k in labels)
+    shared = any(k.phase in ("gather", "scatter") for k in labels)
     caption = _caption(line.traces, sum(map(len, line.ranks.values())), everyone, sum(r.hidden for r in every), shared)
     return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))
 
@@ -203,26 +193,16 @@ def _add(row: _StreamRow, span: Span, kind: InstrLabel, begun: float, window: Wi
         hollow: Look = ((1.0, 1.0, 1.0), WAITING, "")
         row.bars.setdefault(hollow, []).append((span.start, moving - span.start))
     pixels = (span.end - moving) / column / 2
-    thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", "")
-    look = (face, edge, hatch) if pixels >= NARROW else thin
+    look: Look = (face, edge, hatch) if pixels >= NARROW else (face, "none", "")
     row.bars.setdefault(look, []).append((moving, max(span.end - moving, 3 * column)))
     low, high = max(moving, window.start), min(span.end, window.end)
     points = (high - low) / column / 2 / DPI * 72
-    text = next((t for t in (kind.label, str(kind.mb) if kind.mb >= 0 else "") if t and points > 5.2 * len(t) + 3), "")
-    if text:
-        row.labels.append(((low + high) / 2, text, face, bool(hatch)))
+    if kind.label and points > LETTER * len(kind.label) + MARGIN:
+        row.labels.append(((low + high) / 2, kind.label, face, bool(hatch)))
 
 
 def _look(kind: InstrLabel) -> Look:
-    phase = kind.phase
-    if phase in SHARED:
-        return tint(PHASE_COLOURS[phase], SHARED[phase]), PHASE_COLOURS[phase], ""
-    if kind.mb < 0 or phase in ("other", "batch"):
-        return tint(GREY if phase != "comm" else PALE, 1.0 if phase in ("U", "comm") else 0.5), GREY, ""
-    colour = MICROBATCHES[kind.mb % len(MICROBATCHES)]
-    face = tint(colour, STRENGTH[phase])
-    hatch = HATCH.get(phase, "") + (AGAIN if kind.again else "")
-    return face, (colour if phase in OUTLINED else "white"), hatch
+    return to_rgb(PHASE_COLOURS[kind.phase]), "white", AGAIN if kind.again else ""
 
 
 def _draw(ax: Axes, rows: Sequence[_StreamRow], unit: TimeUnit) -> None:
@@ -249,27 +229,18 @@ def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
 
 
 def _legend(found: set[InstrLabel]) -> list[Patch]:
-    """Return the phases that occur, in grey, then the colours of the microbatches."""
+    """Return the phases that occur, in their colours."""
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
-    out = []
-    for p in phases:
-        own = p in SHARED or p in ("U", "other", "batch")
-        look, edge, _ = _look(InstrLabel(((p, -1),))) if own else (tint(GREY, STRENGTH.get(p, 1.0)), "", "")
-        edge = edge or (GREY if p in OUTLINED else "white")
-        out.append(Patch(facecolor=look, edgecolor=edge, hatch=HATCH.get(p, ""), label=PHASES[p]))
-    if any(k.again for k in found):
-        out.append(Patch(facecolor=GREY, edgecolor="white", hatch=AGAIN, label="backward after recomputation"))
-    mbs = sorted({mb for k in found for _, mb in k.halves if mb >= 0})
-    for i, colour in enumerate(MICROBATCHES):
-        same = [mb for mb in mbs if mb % len(MICROBATCHES) == i]
-        if same:
-            text = ", ".join(map(str, same[:2])) + (", ..." if len(same) > 2 else "")
-            out.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.3, label=f"microbatch {text}"))
+    out = [Patch(facecolor=PHASE_COLOURS[p], edgecolor="white", label=PHASES[p]) for p in phases]
+    again = [p for p in phases if any(k.again and k.phase == p for k in found)]
+    if again:
+        text = "backward after recomputation"
+        out.append(Patch(facecolor=PHASE_COLOURS[again[0]], edgecolor="white", hatch=AGAIN, label=text))
     return out
 
 
 def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int, shared: bool) -> str:
-    parts = ["Colour is the microbatch, shade and hatch the phase; the number in a bar is the microbatch."]
+    parts = ["The number in a bar is its microbatch; bars without room for the whole label have none."]
     if shared:
         parts.append(
             "Gathers and reduce-scatters of shared buckets have the colours that their buffers have in the memory figure."

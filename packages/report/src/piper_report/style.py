@@ -1,7 +1,6 @@
 """Hold colours and fonts, and make figures with matplotlib's Figure alone, without pyplot and its global state.
 
-Colours are Okabe and Ito's (Color Universal Design, 2008), told apart by colour-blind readers too; hatches and numbers
-say the same again.
+Colours are Okabe and Ito's (Color Universal Design, 2008) and some more, told apart by colour-blind readers too.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from piper_ir.phases import Phase
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
 INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
-NAVY, TEAL, BROWN = "#1B2A5C", "#2F8F8B", "#8C5A2B"
-MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
-"""The colours of microbatches: i has colour i modulo 6, and its number where there is room."""
+NAVY, VIOLET, BROWN, MINT, DARK, LIGHT = "#1B2A5C", "#7A3FD0", "#8C5A2B", "#A6E8A0", "#4E4E4E", "#CECECE"
 PHASE_COLOURS: Mapping[Phase, str] = {
-    "F": SKY, "B": ORANGE, "R": YELLOW, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "fold": BROWN, "other": PALE,
-    "gather": NAVY, "scatter": TEAL, "comm": PALE, "batch": PALE,
+    "F": SKY, "B": ORANGE, "R": YELLOW, "I": GREEN, "W": PURPLE, "pair": MINT, "U": DARK, "fold": BROWN, "other": LIGHT,
+    "gather": NAVY, "scatter": VIOLET, "comm": BLUE, "batch": RED,
 }  # fmt: skip
+"""The colours of phases: any two are told apart also by readers who see no red, no green or no blue."""
 CATEGORIES = {
-    "param": BLUE, "master": BROWN, "grad": SKY, "optim": GREEN, "buffer": GREY, "gathered": NAVY, "reduced": TEAL,
+    "param": BLUE, "master": BROWN, "grad": SKY, "optim": GREEN, "buffer": GREY, "gathered": NAVY, "reduced": VIOLET,
     "activation": ORANGE, "gradient": RED, "batch": PURPLE, "scalar": PALE, "workspace": YELLOW,
 }  # fmt: skip
 """The colours of memory by `piper_ir.plan.Category`, from the bottom of the stack upwards."""
