@@ -1,6 +1,6 @@
 """A small byte-level mixture of experts on real text (the Python standard library's source), whose two workers share experts.
 
-python examples/moe_text.py            the loop: profile, predict, train 60 steps over Ray, report; then the load of the experts
+python examples/moe_text.py            the loop: profile, predict, train 60 steps over Ray, report with the load of the experts
 python examples/moe_text.py processes  the same without Ray
 piper simulate examples/moe_text.py    a prediction alone; --cluster h100x8 for two H100s, --load zipf:0.3 for uneven experts
 piper explain examples/moe_text.py     what runs where, and which tokens change devices
@@ -9,7 +9,6 @@ piper verify examples/moe_text.py      float64, against plain PyTorch on one dev
 
 from __future__ import annotations
 
-import json
 import sys
 import sysconfig
 from dataclasses import replace
@@ -84,24 +83,6 @@ def loop(work: piper.Job, steps: int, settings: Settings, repeats: int = 7) -> S
         return session(work, strategy, steps=steps, settings=replace(settings, costs=costs, pool=pool))
 
 
-def load_of_experts(folder: Path) -> str:
-    """Return what the steps of a run logged of its experts, by layer: the first step, and the mean of the last ten."""
-    found = [json.loads(line)["experts"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = ["load of experts, by layer: of the first step -> mean of the last ten"]
-    for layer in found[0]:
-        fullest = [of[layer]["max"] / of[layer]["mean"] for of in found]
-        skipped = [100 * of[layer]["overflow"] / sum(of[layer]["tokens"]) for of in found]
-        lines.append(
-            f"  {layer:24} fullest expert {_both(fullest, '.2f')} times the mean; {_both(skipped, '.1f')} % without a place"
-        )
-    return "\n".join(lines)
-
-
-def _both(values: list[float], form: str) -> str:
-    last = values[-10:]
-    return f"{values[0]:{form}} -> {sum(last) / len(last):{form}}"
-
-
 def unigram_entropy() -> float:
     """Nats per byte of the best model that ignores context: what training has to beat."""
     p = torch.bincount(text().long(), minlength=256).double() / len(text())
@@ -112,11 +93,6 @@ def main(launcher: str = "ray") -> None:
     from piper.sessions.training import Settings
 
     done = loop(job, steps, Settings(launcher=launcher, name="moe_text", out=Path("runs")))
-    assert done.folder is not None
-    print(load_of_experts(done.folder))
-    measured = piper.simulate(done.compiled.plan, "h100x8", load=done.folder).load
-    assert measured is not None
-    print(f"the fullest worker's experts had {measured.mean:.3f} times the mean of both, in the worst step {measured.worst:.3f}")
     entropy, last = unigram_entropy(), sum(done.run.losses[-10:]) / 10
     print(f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
     if not last <= 0.95 * entropy:

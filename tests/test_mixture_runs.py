@@ -23,8 +23,7 @@ from piper_ir.expert_tokens import counts_tokens, experts_of
 from piper_ir.ops import Compute
 from piper_ops import grouped_mm, route, unroute
 from piper_report import load
-from piper_report.results import _metrics
-from piper_report.tables import expert_sheet
+from piper_report.expert_tables import layer_sheet
 from piper_runtime.rank.rank_state import RankState
 from piper_simulator import DeviceModel, Zipf, load_cluster, simulate
 from tests import parity, steered
@@ -172,6 +171,7 @@ def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path
     work = piper.Job(Picking, steered.batch, F.mse_loss, adamw, global_batch=8, precision=exact, tokens_per_row=steered.TOKENS)
     made = piper.compile(work, piper.Strategy(Mesh(ep=2), [shared, split, *again, *recipes.data_parallel(over=("ep",))]))
     piper.execute(made, steps=2, launcher="inline", folder=tmp_path)
+    every = []
     for step, line in enumerate(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())):
         given, dropped = steered.batch(step, range(8))[0], []
         for layer in range(2):
@@ -179,9 +179,11 @@ def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path
             sent = torch.stack([(devices == d).sum(1) for d in range(2)]).view(2, -1, 2).sum(-1)
             dropped.append(int((sent - slot).clamp(min=0).sum()))
         assert [of["dropped"] for of in line["experts"].values()] == dropped and min(dropped) > 0, sent
+        every.append(dropped)
         assert all(sum(of["tokens"]) == 8 * 32 and not of["overflow"] for of in line["experts"].values())
-    found = expert_sheet(load(tmp_path))
-    assert found is not None and [*found.frame["dropped"]] == dropped and "rows without a place" in str(found.table)
+    found = load(tmp_path).experts
+    assert found is not None and [layer.dropped for layer in found.layers.values()] == [sum(of) for of in zip(*every)]
+    assert "rows that found no place on a device" in layer_sheet(found).table.notes[0]
 
 
 def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +204,9 @@ def test_a_step_writes_them_down(tmp_path: Path) -> None:
     assert first["experts"] == alone()[0] and "experts" not in second, "a model without experts has no such key"
     of = alone()[0]["layers.0.feed_forward"]
     assert metrics.scalars()["experts/layers.0.feed_forward/max over mean"] == of["max"] / 32
-    assert _metrics((tmp_path / "metrics.jsonl").read_text(), "here")[0].experts == alone()[0]
+    read = load(tmp_path)
+    assert read.experts is not None and [*read.experts.steps] == [0] and len(read.metrics) == 2
+    assert [layer.tokens for layer in read.experts.layers.values()] == [of["tokens"] for of in alone()[0].values()]
     plan = piper.compile(job(0.5), piper.Strategy(Mesh(pp=1), ())).plan
     found = simulate(plan, "h100x1", load=tmp_path)
     assert found.load is not None and (found.load.source, found.load.mean) == ("measured", 1.0), "one rank has all"

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import piper
 from examples import moe_text
 from piper.api.verification import verify_strategy
 from piper.sessions.training import Settings
 from piper_ir.ops import Collective
+from piper_report import load
 
 SIZES = replace(moe_text.SIZES, layers=1, width=32, hidden=32, length=32, experts=4)
 STEPS = 12
@@ -32,8 +34,12 @@ def test_it_is_measured_predicted_trained_and_reported(tmp_path: Path, capsys: p
     assert "predicted" in printed and "measured" in printed and done.prediction.period_s > 0 and done.folder is not None
     assert sum(done.run.losses[-4:]) < sum(done.run.losses[:4])
     page = (done.folder / "report" / "report.html").read_text()
-    assert f"Load of experts in step {STEPS - 1}" in page and "layers.0.feed_forward" in page
-    load = moe_text.load_of_experts(done.folder)
-    assert load.count("\n") == SIZES.layers and "layers.0.feed_forward" in load
+    printed += capsys.readouterr().out
+    for text in (page, printed):
+        assert f"Load of experts in {STEPS} steps" in text and "predicted for 1 (assumed), measured 1." in text
+        assert "not measured" not in text
+    experts, given = load(done.folder).experts, piper.simulate(done.compiled.plan, "h100x8", load=done.folder).load
+    assert experts is not None and given is not None and (worst := experts.rank_of_step.worst()) is not None
+    assert (experts.rank_of_step.mean, worst[0]) == (pytest.approx(given.mean), given.worst), "as --load takes it"
     steps = [json.loads(line)["experts"] for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
     assert all(sum(of["tokens"]) == 8 * SIZES.length * SIZES.top_k for step in steps for of in step.values())

@@ -21,6 +21,7 @@ from piper.views.why_tables import why_tables
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
+from piper_ir.expert_tokens import counts_tokens
 from piper_ir.memory import on_device
 from piper_ir.tools import size_text
 from piper_report import beside_table
@@ -136,11 +137,14 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         run = _executed(compiled, steps, settings, folder, replanner)
         if replanner is not None and replanner.strategy is not None:
             compiled, prediction = _replanned(replanner, folder, costs)
-    show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
+    counted = folder is not None and any(counts_tokens(b.name) for b in compiled.plan.buffers)
+    show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured", counted=counted))
     if folder is not None:
         _keep_weights(folder, run)
         print(f"results are in {folder}")
-        report_at_end(folder)
+        made = report_at_end(folder)
+        if made is not None and made.experts is not None:
+            show(made.experts)
     return Session(compiled, prediction, run, folder)
 
 

@@ -14,6 +14,9 @@ counts of a step's microbatches, and hands them on when the step is over. Nothin
 DROPPED_ROWS = "dropped_rows"
 """The name, beside such a buffer, under which a rank hands on how many rows its devices had no places for."""
 
+LOAD_NOT_MEASURED = "the load of the experts is not measured"
+"""The beginning of a note of a prediction for a load that nobody measured."""
+
 
 def counts_tokens(buffer: str) -> bool:
     """Return whether a buffer counts the tokens of experts: then it is no part of what the model computes."""

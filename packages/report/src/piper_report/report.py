@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
+from piper_ir.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.plan import Plan
 from piper_ir.study import Row, limit_text
 from piper_ir.study_groups import indifferent_text
 from piper_ir.tools import time_text, write_whole
 from piper_ir.trace import Trace
 from piper_report.clocks import NOTE, aligned
+from piper_report.expert_figures import load_figure, token_figure
+from piper_report.expert_tables import layer_sheet, load_note, rank_load_sheet, token_sheet
 from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
 from piper_report.page import PageSection, page
@@ -25,7 +28,6 @@ from piper_report.tables import (
     Column,
     Sheet,
     cost_sheet,
-    expert_sheet,
     headline,
     line_sheet,
     owner_sheet,
@@ -53,12 +55,18 @@ OF_MEASURED = (
 
 @dataclass(frozen=True)
 class Report:
-    """Name the files that were written, and the headline; None where nothing was predicted or measured."""
+    """Name the files that were written.
+
+    Attributes:
+        headline: the table at the head; None where nothing was predicted or measured.
+        experts: the load of experts by layer, with what a prediction assumed; None without experts.
+    """
 
     html: Path
     figures: tuple[Path, ...]
     tables: tuple[Path, ...]
     headline: Table | None = None
+    experts: Table | None = None
 
 
 def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Plan | None = None) -> Report:
@@ -75,7 +83,10 @@ def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Pla
     with house_style():
         sections = _sections(results)
     items = [x for s in sections for x in (*s.items, *s.folded)]
-    return write_files(target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items)
+    made = write_files(target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items)
+    if made.experts is None:
+        return made
+    return replace(made, experts=replace(made.experts, notes=(*made.experts.notes, *load_note(results))))
 
 
 def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | str]) -> Report:
@@ -84,8 +95,8 @@ def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | s
     tables = {target / f"{x.name}.csv": x.frame.to_csv(index=False).encode() for x in items if isinstance(x, Sheet)}
     html = target / "report.html"
     _write(target, {**figures, **tables, html: document.encode()})
-    first = next((x.table for x in items if isinstance(x, Sheet) and x.name == "headline"), None)
-    return Report(html, tuple(figures), tuple(tables), first)
+    by_name = {x.name: x.table for x in items if isinstance(x, Sheet)}
+    return Report(html, tuple(figures), tuple(tables), by_name.get("headline"), by_name.get("experts"))
 
 
 def with_aligned_clocks(results: Results) -> Results:
@@ -110,7 +121,7 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
 def _sections(results: Results) -> list[PageSection]:
     return [
         _summary(results), _strategy(results), _timeline(results), _why(results), _memory(results), _training(results),
-        _tuning(results), _costs(results),
+        _experts(results), _tuning(results), _costs(results),
     ]  # fmt: skip
 
 
@@ -185,14 +196,14 @@ def _summary(results: Results) -> PageSection:
     if results.predicted is not None:
         oom = results.predicted.oom
         warnings += [f"DOES NOT FIT: {oom.text}"] if oom is not None else []
-        warnings += [f"warning: {n}" for n in results.predicted.notes]
+        # A run that measured the load of experts has that in the place of the note that nobody did.
+        measured = results.experts is not None
+        warnings += [f"warning: {n}" for n in results.predicted.notes if not (measured and n.startswith(LOAD_NOT_MEASURED))]
         period = results.measured.period_s if results.measured is not None else None
         warnings += far_from_measured(results.predicted.period_s, period, results.predicted.sources)
     if results.predicted is not None or results.measured is not None:
-        items += [headline(results), DEFINITIONS, *([OF_MEASURED] if results.measured is not None else [])]
-    items += [
-        s for s in (restart_sheet(results), rank_sheet(results), expert_sheet(results), source_sheet(results)) if s is not None
-    ]
+        items += [*load_note(results), headline(results), DEFINITIONS, *([OF_MEASURED] if results.measured is not None else [])]
+    items += [s for s in (restart_sheet(results), rank_sheet(results), source_sheet(results)) if s is not None]
     return PageSection("summary", "Headline", warnings, items)
 
 
@@ -228,6 +239,14 @@ def _training(results: Results) -> PageSection:
     items = [x for x in (loss_figure(results), gradient_figure(results), step_time_figure(results)) if x is not None]
     steps = step_sheet(results)
     return PageSection("training", "Training", (), items, [steps] if steps is not None else [])
+
+
+def _experts(results: Results) -> PageSection:
+    history = results.experts
+    if history is None:
+        return PageSection("experts", "Experts")
+    found = layer_sheet(history), rank_load_sheet(history, results.plan), load_figure(history), token_figure(history)
+    return PageSection("experts", "Experts", (), [x for x in found if x is not None], [token_sheet(history)])
 
 
 def _tuning(results: Results) -> PageSection:

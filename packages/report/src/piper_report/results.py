@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from piper_ir.codec import decode, loads, read_json
+from piper_ir.codec import loads, read_json
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
 from piper_ir.plan_file import read_plan
 from piper_ir.study import StudyDocument
 from piper_ir.trace import Trace
+from piper_report.expert_history import ExpertHistory
+from piper_report.metrics_file import Metric, read_metrics
+from piper_report.reading import checked, text_of
 
 T = TypeVar("T")
 
@@ -85,6 +88,17 @@ class Oom:
 
 
 @dataclass(frozen=True)
+class PredictedLoad:
+    """Hold the load of experts that a prediction is for: tokens of the fullest rank over the mean."""
+
+    mean: float
+    worst: float
+    source: str
+    text: str
+    worst_step_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Predicted:
     """Hold predicted.json: `Simulation.summary()`, and `ranks` or, where there are many, `roles`."""
 
@@ -99,6 +113,7 @@ class Predicted:
     peak_bytes: int
     device_bytes: int
     inside_comm_s: float = 0.0
+    load: PredictedLoad | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     oom: Oom | None = None
     sources: Mapping[str, float] = field(default_factory=dict)
@@ -154,40 +169,6 @@ class Measured:
     restarts: tuple[SavedRestart, ...] = ()
 
 
-EVALUATED = "eval_"
-"""The beginning of the names of what an evaluation found, in metrics.jsonl."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """Hold one line of metrics.jsonl.
-
-    Attributes:
-        time: seconds since 1970.
-        batch_s: seconds of waiting for Job.batch, on the rank that waited most.
-        experts: the load of experts by module: mean, max and overflow of the tokens that chose them, and where rows may
-            be dropped for want of places on a device, how many were.
-        gradient_norm: that of the gradient before it was clipped.
-        learning_rates: the learning rates of the optimizer's groups.
-        metrics: values of the job's own metrics.
-        evaluation: the loss and these metrics on the job's eval_data; in the file their names begin with "eval_".
-        evaluation_s: seconds of the evaluation.
-    """
-
-    step: int
-    loss: float
-    step_s: float
-    tokens_per_s: float | None = None
-    time: float | None = None
-    batch_s: float | None = None
-    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    gradient_norm: float | None = None
-    learning_rates: tuple[float, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    evaluation: Mapping[str, float] = field(default_factory=dict)
-    evaluation_s: float | None = None
-
-
 @dataclass(frozen=True)
 class ResultOrigin:
     """Hold origin.json: with what, where and when the results were made.
@@ -235,6 +216,7 @@ class Results:
         measured: measured.json.
         measured_trace: spans-measured.json.
         metrics: the lines of metrics.jsonl.
+        experts: the load of experts in these; None where a model has none.
         study: study.json.
         costs: costs.json.
         hung: whether the run hung; hang.txt then says where every rank was.
@@ -251,6 +233,7 @@ class Results:
     measured: Measured | None = None
     measured_trace: Trace | None = None
     metrics: tuple[Metric, ...] = ()
+    experts: ExpertHistory | None = None
     study: StudyDocument | None = None
     costs: Costs | None = None
     hung: bool = False
@@ -278,16 +261,20 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
         known = "\n".join(f"  {name:22} {command}" for name, command in FILES.items())
         raise FormatError(f"{folder} holds no results; a folder with some of these files is expected:\n{known}")
     said = _read(folder, "strategy.json", _strategy) or {}
+    plan = _read(folder, "plan.json", read_plan) if plan is None else plan
+    steps = folder / "metrics.jsonl"
+    metrics, experts = read_metrics(steps, plan) if steps.is_file() else ((), None)
     out = Results(
         folder,
-        plan=_read(folder, "plan.json", read_plan) if plan is None else plan,
+        plan=plan,
         params=said.get("params", {}),
         directives=tuple(said.get("directives", ())),
         predicted=_read(folder, "predicted.json", _plain(Predicted)),
         predicted_trace=_read(folder, "spans-predicted.json", _document(Trace)),
         measured=_read(folder, "measured.json", _plain(Measured)),
         measured_trace=_read(folder, "spans-measured.json", _document(Trace)),
-        metrics=_read(folder, "metrics.jsonl", _metrics) or (),
+        metrics=metrics,
+        experts=experts,
         study=_read(folder, "study.json", _document(StudyDocument)),
         costs=_read(folder, "costs.json", _document(Costs)),
         hung=(folder / HANG_FILE).is_file(),
@@ -306,13 +293,7 @@ def _read(folder: Path, name: str, reader: Reader[T]) -> T | None:
     path = folder / name
     if not path.is_file():
         return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise FormatError(f"{path}: not UTF-8 text at byte {e.start}") from None
-    except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror}") from None
-    return reader(text, str(path))
+    return reader(text_of(path), str(path))
 
 
 def _document(kind: type[T]) -> Reader[T]:
@@ -323,20 +304,9 @@ def _plain(kind: type[T]) -> Reader[T]:
     """Return a reader for objects without format and version, which ignores unknown keys and checks the others."""
 
     def read(text: str, where: str) -> T:
-        return _checked(kind, read_json(text, where), where)
+        return checked(kind, read_json(text, where), where)
 
     return read
-
-
-def _checked(kind: type[T], data: Any, where: str) -> T:
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]  # every caller gives a dataclass
-    if not isinstance(data, dict):
-        raise FormatError(f"{where}: a JSON object is expected")
-    absent = [n for n, f in known.items() if n not in data and f.default is MISSING and f.default_factory is MISSING]
-    if absent:
-        raise FormatError(f"{where}: lacks {', '.join(absent)}")
-    made: T = decode(kind, {k: v for k, v in data.items() if k in known}, where)
-    return made
 
 
 def _strategy(text: str, where: str) -> Mapping[str, Any]:
@@ -348,20 +318,6 @@ def _strategy(text: str, where: str) -> Mapping[str, Any]:
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")
     said: Mapping[str, Any] = data
     return said
-
-
-def _metrics(text: str, where: str) -> tuple[Metric, ...]:
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    return tuple(_checked(Metric, _gathered(read_json(line, f"{where}, line {n}")), f"{where}, line {n}") for n, line in lines)
-
-
-def _gathered(line: Any) -> Any:
-    """Return a line of metrics.jsonl with what an evaluation found as one entry."""
-    if not isinstance(line, dict):
-        return line
-    found = {name.removeprefix(EVALUATED): value for name, value in line.items() if name.startswith(EVALUATED)}
-    rest = {name: value for name, value in line.items() if not name.startswith(EVALUATED)}
-    return rest | {"evaluation": found} if found else rest
 
 
 def _check_together(results: Results) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from piper_ir.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.plan import COMPUTE
 from piper_ir.tools import size_text, time_text
 from piper_ir.trace import Span, Trace
@@ -133,10 +134,11 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
 
-def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -> Table:
+def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str, counted: bool = False) -> Table:
     """Return a table of predicted beside measured, with predicted / measured.
 
-    It has the step time, the compute and the waits for Job.batch of each rank (when spans were recorded), the peak
+    `counted` says that the run logs the load of its experts: that nobody measured it is then not said. The table has
+    the step time, the compute and the waits for Job.batch of each rank (when spans were recorded), the peak
     memory of each rank (when it was measured), the sources of the predicted durations, and the uncalibrated constants.
     """
     rows = [_compared("step in steady state", prediction.period_s, measured.period_s, time_text)]
@@ -157,7 +159,7 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -
         *busy_note(measured.trace),
         *far_from_measured(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
-        *_warnings(s),
+        *(w for w in _warnings(s) if not (counted and w.startswith(f"warning: {LOAD_NOT_MEASURED}"))),
     )
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
 

@@ -266,22 +266,6 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
     return found
 
 
-def expert_sheet(results: Results) -> Sheet | None:
-    """Return the load of experts in the last step that logged one, a row per layer; None without experts."""
-    found = [m for m in results.metrics if m.experts]
-    if not found:
-        return None
-    columns = [Column("module", "module"), Column("mean", "tokens of an expert, mean", lambda v: f"{v:,.1f}"),
-               Column("max", "of the fullest", lambda v: f"{v:,}"), Column("load", "over the mean", lambda v: f"{v:.2f}"),
-               Column("overflow", "without a place", lambda v: f"{v:,}"),
-               Column("dropped", "rows without a place on a device", lambda v: f"{v:,}")]  # fmt: skip
-    rows = [
-        (name, of["mean"], of["max"], of["max"] / of["mean"] if of["mean"] else None, of["overflow"], of.get("dropped"))
-        for name, of in found[-1].experts.items()
-    ]
-    return sheet("experts", f"Load of experts in step {found[-1].step}", columns, rows)
-
-
 def restart_sheet(results: Results) -> Sheet | None:
     """Return what failed while a run went on, and how it went on each time; None when nothing did."""
     found = results.measured.restarts if results.measured is not None else ()

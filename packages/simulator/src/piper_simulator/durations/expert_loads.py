@@ -17,6 +17,7 @@ from random import Random
 from typing import Any, Literal
 
 from piper_ir.errors import PlanError
+from piper_ir.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel, Step
 from piper_ir.sizes import Dim, bind
@@ -285,9 +286,9 @@ def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
         return ()
     if found.ranks == 1:
         why = "every device has all experts of its layers, so that no time depends on it"
-        return (f"the load of the experts is not measured; {why}",) if load.source != "measured" else ()
+        return (f"{LOAD_NOT_MEASURED}; {why}",) if load.source != "measured" else ()
     if load.source == "measured":
         return ()
     padded = "; each computes all its places whatever tokens it has, so a load above 1 is as if only tokens took time"
     more = padded if found.padded and load.mean > 1 else ""
-    return (f"the load of the experts is not measured: {load.text}{more}; a run's {METRICS} has it (load=)",)
+    return (f"{LOAD_NOT_MEASURED}: {load.text}{more}; a run's {METRICS} has it (load=)",)
