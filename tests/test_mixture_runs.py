@@ -18,14 +18,13 @@ import piper
 from piper import Mesh, models, recipes
 from piper.api.metrics import JsonLines, StepMetrics
 from piper.models.moe import Experts
-from piper_ir.errors import JobError, PlanError
+from piper_ir.errors import JobError
 from piper_ir.expert_tokens import counts_tokens, experts_of
-from piper_ir.ops import Compute
 from piper_ops import grouped_mm, route, unroute
 from piper_report import load
 from piper_report.expert_tables import layer_sheet
 from piper_runtime.rank.rank_state import RankState
-from piper_simulator import DeviceModel, Zipf, load_cluster, simulate
+from piper_simulator import simulate
 from tests import parity, steered
 from tests.compositions import adamw
 
@@ -224,25 +223,3 @@ def test_counts_are_added_over_ranks_in_the_order_of_layers() -> None:
 def test_devices_that_share_experts_count_their_own_rows() -> None:
     shared = (*recipes.expert_parallel(), *recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(over=("ep",)))
     assert logged(Mesh(ep=2, pp=2), shared) == alone()
-
-
-def test_the_fullest_rank_decides_how_long_experts_and_their_exchange_take() -> None:
-    """With experts that are large enough to be a good part of the step, on nodes of their own."""
-    config = replace(CONFIG, width=512, hidden=8192, balance=0.0, length=512)
-    work = models.job(config, global_batch=64, precision="bfloat16")
-    shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
-    plan = piper.compile(work, piper.Strategy(Mesh(ep=4), shared)).plan
-    cluster = load_cluster("a100x1*4@eager")
-    plain, load, uneven = (simulate(plan, cluster, load=x) for x in (None, 1.5, Zipf(0.6)))
-    assert plain.load is not None and plain.load.source == "assumed" and "not measured" in plain.notes[-1]
-    assert 1.1 * plain.step_s < load.step_s < 1.5 * plain.step_s and "1.5 times the mean" in load.notes[-1]
-    assert uneven.load is not None and 1 < uneven.load.mean < uneven.load.worst
-    assert uneven.worst_step_s is not None and plain.step_s < uneven.step_s < uneven.worst_step_s
-    with pytest.raises(PlanError, match=r"load=4.5: from 1 .* to 4 \(one of 4 has them all\)"):
-        simulate(plan, cluster, load=4.5)
-    even, double = (DeviceModel(plan, cluster, None, factor) for factor in (1.0, 2.0))
-    for role in plan.roles:
-        for instr in role.program:
-            op = instr.parts[0].op
-            of_experts = (isinstance(op, Compute) and "experts" in op.chunk) or getattr(op, "kind", "") == "all_to_all"
-            assert (double.work(role, instr).seconds > even.work(role, instr).seconds) == of_experts, instr.name

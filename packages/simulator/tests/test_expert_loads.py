@@ -1,4 +1,4 @@
-"""The load of experts: drawn ones, those of a run's log, what they scale, and what a prediction says without one."""
+"""The load of experts: drawn ones, those of a run's log, and what a prediction says without one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from piper_ir.errors import PlanError
-from piper_ir.program import Cost, Kernel
 from piper_simulator import DeviceModel, Zipf, simulate
 from piper_simulator.durations.checked import under_load
-from piper_simulator.durations.expert_loads import Mixture, drawn, load_of, loaded, mixture_of
+from piper_simulator.durations.expert_loads import Mixture, drawn, load_of, mixture_of
+from piper_simulator.durations.expert_work import EVEN
 from tests.random_plans import PlanBuilder
 
 MIXTURE = Mixture(experts=8, ranks=4, choices=4096, tokens=2048, padded=True)
@@ -49,17 +49,6 @@ def test_draws_have_a_seed_and_limits() -> None:
         Zipf(0.3, draws=0)
 
 
-def test_what_grows_with_tokens_is_scaled() -> None:
-    """Rows of products forward, their inner dimension for weights; sums of weights' gradients stay as they are."""
-    bmm = Kernel("matmul", (2, 100, 64, 32), "bfloat16", 400, 800, op="bmm")
-    add = Kernel("elementwise", (), "bfloat16", 10, 20, op="add")
-    forward, weights = (loaded(Cost((bmm, add)), step, 1.5) for step in ("F", "W"))  # type: ignore[arg-type]  # steps by name
-    assert forward.kernels == (replace(bmm, dims=(2, 150, 64, 32), flops=600, bytes=1200), replace(add, flops=15, bytes=30))
-    assert weights.kernels == (replace(bmm, dims=(2, 100, 64, 48), flops=600, bytes=1200), add)
-    cost = Cost((bmm,))
-    assert loaded(cost, "F", 1.0) is cost
-
-
 def test_a_plan_without_experts_takes_no_load() -> None:
     build = PlanBuilder(1)
     build.compute(0, 1.0)
@@ -70,9 +59,9 @@ def test_a_plan_without_experts_takes_no_load() -> None:
 
 
 def test_a_model_of_durations_of_ones_own_decides_itself() -> None:
-    assert under_load(DeviceModel, 1.0) is DeviceModel
+    assert under_load(DeviceModel, EVEN) is DeviceModel
     with pytest.raises(PlanError, match=r"load=1\.3: a cost model of your own decides itself"):
-        under_load(lambda plan, cluster, costs: DeviceModel(plan, cluster, costs), 1.3)
+        under_load(lambda plan, cluster, costs: DeviceModel(plan, cluster, costs), ((1.3, 1.0),))
 
 
 def line(tokens: list[int]) -> str:

@@ -112,18 +112,28 @@ class StepCollective:
     Attributes:
         kind: a kind of `piper_ir.collectives`.
         axis: the mesh axis.
-        nbytes: the bytes of the whole tensor, as `piper_ir.collectives` counts a message.
+        nbytes: the bytes of the whole tensor, as `piper_ir.collectives` counts a message; 0 where only a run knows
+            whether there is one.
         why: the op that asks for it, with the user's line where it is known.
+        mean_nbytes: of rows that tokens choose experts for, the bytes of as many as a device has on average; `nbytes`
+            are those of all places for them. 0 for any other collective. With `nbytes` 0 it is one of each further
+            round of experts: of the rows for which there was no place.
     """
 
     kind: str
     axis: str
     nbytes: Dim
     why: str = ""
+    mean_nbytes: Dim = 0
+
+    @property
+    def further(self) -> bool:
+        """Return whether it runs once in each further round of experts; a plan knows not how many there are."""
+        return self.mean_nbytes != 0 and self.nbytes == 0
 
     def bind(self, rows: int) -> StepCollective:
         """Return the collective at a number of rows."""
-        return StepCollective(self.kind, self.axis, bind(self.nbytes, rows), self.why)
+        return StepCollective(self.kind, self.axis, bind(self.nbytes, rows), self.why, bind(self.mean_nbytes, rows))
 
 
 def whole_shape(shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]) -> tuple[Dim, ...]:

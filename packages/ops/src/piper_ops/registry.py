@@ -185,6 +185,18 @@ def copied_flops(call: Call) -> int:
     return 0
 
 
+def rounds_formulas() -> list[tuple[torch._ops.OpOverload, Formula]]:
+    """Return those of ops that trade rows; of no further round, in which rows come home, or zeros are written."""
+    trades = rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_drop, rounds.experts_checked
+    made = {rounds.experts_return: 2, rounds.experts_return_dgrad: 1, rounds.experts_return_wgrad: 1}
+
+    def passes(op: torch._ops.OpOverload) -> Callable[[Call], int]:
+        return lambda call: call.tensor("table").nbytes + made.get(op, 0) * sum(out.nbytes for out in call.outs)
+
+    with_rounds = [(op, Formula(op, copied_flops, bytes=passes(op))) for op in rounds.ROUNDS]
+    return [*((op, Formula(op, copied_flops)) for op in trades), *with_rounds]
+
+
 def embedding_part_bytes(call: Call) -> int:
     """Count the numbers, and rows that are read and written; of a table only these are read."""
     (out,) = call.outs
@@ -375,13 +387,10 @@ PORTABLE: Mapping[str, PortableOp] = {
             dgrad=Formula(experts.unroute_dgrad, unroute_dgrad_flops),
             wgrad=Formula(experts.unroute_wgrad, unroute_flops),
         ),
-        *(
-            PortableOp(op._schema.name.removeprefix("piper::"), "elementwise", ("out",), (), Formula(op, copied_flops))
-            for op in (
-                *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_drop, rounds.experts_checked),
-                *rounds.ROUNDS,
-            )
-        ),
+        *[
+            PortableOp(op._schema.name.removeprefix("piper::"), "elementwise", ("out",), (), formula)
+            for op, formula in rounds_formulas()
+        ],
         PortableOp("experts_take", "elementwise", ("rows", "counts"), (), Formula(rounds.experts_take, copied_flops)),
     )
 }

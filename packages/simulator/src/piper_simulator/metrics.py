@@ -15,6 +15,7 @@ from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import Work
+from piper_simulator.durations.expert_work import loaded
 
 
 def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
@@ -63,14 +64,14 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
     In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. M includes places that no
     token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows. Where devices
-    share experts, M are of the tokens of all of these devices.
+    share experts, M are of the tokens of all of these devices, and of a dropless mixture on average.
     """
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
     for chunk in plan.chunks:
         rows: dict[tuple[int, ...], float] = {}
         shared: dict[tuple[int, ...], float] = {}
-        for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():
+        for kernel in loaded(chunk, "F", 1.0).kernels if "F" in chunk.steps else ():
             if kernel.kind == "matmul" and len(kernel.dims) == 4:
                 experts, m, n, k = (bind(d, plan.rows) for d in kernel.dims)
                 rows[experts, n, k] = rows[experts, k, n] = m
@@ -142,8 +143,8 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
 
 
 def executed_flops(plan: Plan) -> int:
-    """Return the executed FLOPs of one step, on all ranks."""
-    of = {(c.variant, step): sig.cost.flops for c in (*plan.chunks, *plan.variants) for step, sig in c.steps.items()}
+    """Return the executed FLOPs of one step, on all ranks, without places of dropless experts that no row takes."""
+    of = {(c.variant, step): loaded(c, step, 1.0).flops for c in (*plan.chunks, *plan.variants) for step in c.steps}
     total = 0
     for role in plan.roles:
         parts = (part.op for instr in role.program for part in instr.parts)

@@ -25,6 +25,7 @@ from piper_simulator.durations.checked import model_for, under_load
 from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
+from piper_simulator.durations.expert_work import EVEN
 from piper_simulator.memory.device_memory import DeviceMemory, device_type
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
@@ -203,9 +204,9 @@ def simulate(
     `model`: the cost model (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
 
     `load`: of experts that ranks share, tokens of the fullest rank over the mean of all. It is a number, `Zipf(s)`,
-    whose mean counts while `worst_step_s` is under the worst, or the metrics.jsonl of a run, or its folder. It scales
-    the time of experts and of the exchange of their tokens. Without one all ranks have equally many, and `notes` say
-    so.
+    or the metrics.jsonl of a run, or its folder; of several loads the times are the means, and `worst_step_s` is under
+    the worst. Without one all ranks have equally many, and `notes` say so. It decides how long dropless experts take
+    (`piper_simulator.durations.expert_work`); experts with a capacity compute all their places under any load.
 
     Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
     and for a stream that takes more SMs than its devices have; PlanError for a deadlock, for steps < 1, and for a load
@@ -221,15 +222,16 @@ def simulate(
     tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
         under = load_of(plan, load)
-        factory = under_load(model, 1.0 if under is None else under.mean)
+        factory = under_load(model, EVEN if under is None else under.loads)
         found = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory)
         if under is None:
             return found
-        worst = None
+        worst = found.step_s
         if under.worst > under.mean:
-            factory = under_load(model, under.worst)
+            factory = under_load(model, ((under.worst, 1.0),))
             worst = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory).step_s
-        return replace(found, load=under, worst_step_s=worst, notes=(*found.notes, *load_notes(plan, under)))
+        worst_step_s = worst if worst > found.step_s else None
+        return replace(found, load=under, worst_step_s=worst_step_s, notes=(*found.notes, *load_notes(plan, under)))
 
 
 def _simulate(

@@ -10,7 +10,20 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.layout import StepCollective
-from piper_ops import ROUNDS, all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
+from piper_ops import (
+    ROUNDS,
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    all_to_all,
+    experts_further_dgrad_,
+    experts_home,
+    experts_return,
+    experts_return_dgrad,
+    experts_send,
+    reduce_scatter,
+    shift,
+)
 
 KINDS: dict[Any, str] = {
     all_reduce: "all_reduce",
@@ -25,16 +38,41 @@ KINDS: dict[Any, str] = {
 
 def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
     """Return the collectives of a step in their order, with the bytes of the whole tensor."""
-    return tuple(_described(n) for n in graph.graph.nodes if n.target in KINDS or n.target in ROUNDS)
+    found: list[StepCollective] = []
+    for node in graph.graph.nodes:
+        if node.target in KINDS:
+            found.append(_described(node))
+        elif node.target in ROUNDS:
+            found += _of_further_rounds(node)
+    return tuple(found)
 
 
 def _described(node: fx.Node) -> StepCollective:
-    if node.target in ROUNDS:  # how often they meet, only a run knows: a plan counts on none
-        return StepCollective("all_to_all", str(node.args[5]), 0, "further rounds of experts")
     given, axis = node.args[0], node.args[1]
     assert isinstance(given, fx.Node) and isinstance(axis, str)
-    whole = node if KINDS[node.target] == "all_gather" else given
-    return StepCollective(KINDS[node.target], axis, aliasing.tensor(whole).nbytes, str(node.meta.get("exchange_for", "")))
+    whole, why = node if KINDS[node.target] == "all_gather" else given, str(node.meta.get("exchange_for", ""))
+    return StepCollective(KINDS[node.target], axis, aliasing.tensor(whole).nbytes, why, _rows_of_experts(node, given))
+
+
+def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
+    """Return the bytes of the rows of a device that go to experts or come back in an all-to-all; 0 for any other."""
+    if node.target is not all_to_all:
+        return 0
+    if given.target is experts_send:
+        return aliasing.tensor(given.args[0]).nbytes  # type: ignore[arg-type]  # a node
+    home = [u for u in node.users if u.target in (experts_home, experts_return)]
+    return aliasing.tensor(home[0]).nbytes if home else 0
+
+
+def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
+    """Return what each further round exchanges: rows there, then results back or gradients there, and those back.
+
+    How many rounds there are, only a run knows: a plan counts on none.
+    """
+    other, rows = (aliasing.tensor(n) for n in node.args[:2])  # type: ignore[arg-type]  # nodes
+    there, back = rows.nbytes, rows.shape[0] * other.shape[-1] * other.element_size()
+    each = (there, back, there) if node.target in (experts_return_dgrad, experts_further_dgrad_) else (there, back)
+    return [StepCollective("all_to_all", str(node.args[5]), 0, "further rounds of experts", nbytes) for nbytes in each]
 
 
 def meeting(op: OpOverload, arguments: str) -> str:

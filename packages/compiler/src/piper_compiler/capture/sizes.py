@@ -54,8 +54,11 @@ class Fitter:
         kinds = [[(c.kind, c.axis, c.why) for c in inside] for inside in each]
         if any(k != kinds[0] for k in kinds):
             raise NotAffine(f"step {step} has other collectives")
-        what = f"collectives of step {step}"
-        return tuple(replace(same[0], nbytes=self._fit(what, [c.nbytes for c in same])) for same in zip(*each, strict=True))
+        return tuple(self._collective(f"collectives of step {step}", same) for same in zip(*each, strict=True))
+
+    def _collective(self, what: str, same: Sequence[StepCollective]) -> StepCollective:
+        nbytes, mean = (self._fit(what, sizes) for sizes in zip(*((c.nbytes, c.mean_nbytes) for c in same), strict=True))
+        return replace(same[0], nbytes=nbytes, mean_nbytes=mean)
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
         """Fit kernels by their places in the step.

@@ -15,6 +15,7 @@ from piper_simulator.cluster.checks import is_finite, shown
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work
 from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.durations.expert_work import Loads
 
 _SOURCES = get_args(Source)
 _MEMBERS = ("work", "issue_s", "uniform", "notes")
@@ -47,16 +48,17 @@ def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory:
     return _CheckedModel(made, name)
 
 
-def under_load(model: CostModelFactory, load: float) -> CostModelFactory:
-    """Return the cost model under a load of experts, the tokens of the fullest rank over the mean.
+def under_load(model: CostModelFactory, loads: Loads) -> CostModelFactory:
+    """Return the cost model under loads of experts, the tokens of the fullest rank over the mean.
 
     Raises PlanError for a load other than 1 where the model is not Piper's own.
     """
-    if load == 1:
+    if all(load == 1 for load, _ in loads):
         return model
     if model is not DeviceModel:
-        raise PlanError(f"load={load:g}: a cost model of your own decides itself how long experts take; leave the load out")
-    return partial(DeviceModel, load=load)
+        mean = sum(load * share for load, share in loads)
+        raise PlanError(f"load={mean:g}: a cost model of your own decides itself how long experts take; leave the load out")
+    return partial(DeviceModel, loads=loads)
 
 
 class _CheckedModel(CostModel):

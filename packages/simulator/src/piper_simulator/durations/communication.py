@@ -69,15 +69,15 @@ def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
     )  # fmt: skip
 
 
-def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup, imbalance: float = 1.0) -> Duration:
+def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup) -> Duration:
     """Return the duration of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor).
 
-    `imbalance` is the most that a rank of an all-to-all receives over the mean. The table is for links at full speed
-    and for one kind of device, so messages over slowed links, or between two kinds, are computed. Above the largest
-    size of the table the formula is scaled to meet it there, and still called one.
+    The table is for links at full speed and for one kind of device, so messages over slowed links, or between two
+    kinds, are computed. Above the largest size of the table the formula is scaled to meet it there, and still called
+    one.
     """
-    links, formula = cluster.kinds[of.kinds[0]].links, by_formula(cluster, op, nbytes, of, imbalance)
-    if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
+    links, formula = cluster.kinds[of.kinds[0]].links, by_formula(cluster, op, nbytes, of)
+    if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most:
         sizes = links.table.bytes_of(op, of.ranks, of.nodes)
         known = links.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
         if known is not None and sizes and nbytes > sizes[-1]:
@@ -87,16 +87,16 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup, imbalance: f
     return Duration(formula, "formula")
 
 
-def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup, imbalance: float = 1.0) -> float:
+def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup) -> float:
     """Return the seconds of a message by the cluster's model.
 
     Between two kinds of devices it takes as long as among the slower kind: the slowest link of a ring, or the slower
     end of a transfer, decides.
     """
-    return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of, imbalance) for k in of.kinds])
+    return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of) for k in of.kinds])
 
 
-def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGroup, imbalance: float) -> float:
+def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGroup) -> float:
     if of.ranks == 1:
         return 0.0
     if op == "p2p":
@@ -104,7 +104,7 @@ def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGro
     law = law_of(op)
     match law.route:
         case "pairs":
-            return _all_to_all(network, links, nbytes, of, imbalance)
+            return _all_to_all(network, links, nbytes, of)
         case "next":
             return _point_to_point(network, links, nbytes, of)
         case "ring" if links.communication == "nccl":
@@ -153,16 +153,15 @@ def _point_to_point(network: Network, links: Links, nbytes: float, of: RankGroup
     return min(_start(links, of, nccl.LL) + nbytes / flagged, _start(links, of, nccl.SIMPLE) + nbytes / bandwidth)
 
 
-def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup, imbalance: float) -> float:
+def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup) -> float:
     """Return the seconds in which every rank sends 1 / n of its bytes to each other one.
 
-    It sends to ranks of its node and of others at once, over separate links, and the fullest rank decides: an imbalance
-    of experts multiplies the time by the largest load over the mean.
+    It sends to ranks of its node and of others at once, over separate links.
     """
     near = (of.least if of.nodes > 1 else of.ranks) - 1
     within = near / of.ranks * nbytes / (links.intra_bandwidth / of.intra_factor)
     between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(network, links, of) if of.nodes > 1 else 0.0
-    return _start(links, of, nccl.SIMPLE) + imbalance * max(within, between)
+    return _start(links, of, nccl.SIMPLE) + max(within, between)
 
 
 def _one_link(network: Network, links: Links, of: RankGroup) -> float:

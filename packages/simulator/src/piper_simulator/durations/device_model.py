@@ -23,13 +23,12 @@ from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Chunk, Step
-from piper_ir.sizes import bind
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
-from piper_simulator.durations.expert_loads import loaded, of_experts
+from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages, places_over_mean
 from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
 from piper_simulator.durations.kernels import Took, is_guess, launched, step_took
 from piper_simulator.durations.provenance import Provenance
@@ -50,12 +49,13 @@ class DeviceModel(CostModel):
     is not in it. Where the host is the device, the time to issue an instruction is part of the instruction, and
     `issue_s` is 0.
 
-    `load`: tokens of the fullest rank's experts over the mean. Chunks of experts take as long as with so many times the
-    tokens, as do the all-to-alls that bring these; a measured duration changes as its formula does.
+    `loads`: tokens of the fullest rank's experts over the mean, with their shares. They decide how long dropless
+    experts take (`piper_simulator.durations.expert_work`): as long as under each of them, on average. A measured
+    duration changes as its formula does.
     """
 
-    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, load: float = 1.0) -> None:
-        self.plan, self.cluster, self.costs, self.load = plan, cluster, costs or Costs(), load
+    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, loads: Loads = EVEN) -> None:
+        self.plan, self.cluster, self.costs, self.loads = plan, cluster, costs or Costs(), loads
         self.given = given_only(plan)
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
@@ -117,8 +117,8 @@ class DeviceModel(CostModel):
         done = Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
         if not self._meets:
             return done
-        inside = [m for p in parts for m in p.inside]
-        return replace(done, bytes=sum([m.bytes for m in inside]), inside=_summed(inside))
+        inside = [(m, 1) for p in parts for m in p.inside]
+        return replace(done, bytes=sum([m.bytes for m, _ in inside]), inside=_summed(inside))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -232,15 +232,14 @@ class DeviceModel(CostModel):
             known = self._as_forward(chunk, kind)
         if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
-        load = self.load if of_experts(chunk) else 1.0
         if known is not None:
             self._provenance.looked_up(chunk, op.step)
-            return Work(known.seconds * self._longer(chunk, op.step, load, kind), known.source, flops=cost.flops)
+            return Work(known.seconds * self._longer(chunk, op.step, kind), known.source, flops=cost.flops)
         device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
         key = (id(cost), op.step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
             guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
-            self._took[key] = step_took(device, loaded(cost, op.step, load), op.step), cost.flops, guessed
+            self._took[key] = *self._under_loads(device, chunk, op.step), guessed
         took, flops, guessed = self._took[key]
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
@@ -250,24 +249,45 @@ class DeviceModel(CostModel):
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
-            kernels = self._steps[op, kind]
+            kernels, chunk = self._steps[op, kind], self.plan.chunk(op.variant)
+            bound, inside_of = places_over_mean(chunk), chunk.steps[op.step].collectives
             taken = [
-                (c, self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, nbytes))
-                for c in self.plan.chunk(op.variant).steps[op.step].collectives
-                if (nbytes := bind(c.nbytes, self.plan.rows))
+                (c, share * times, self._inside_message(meeting_inside(self.plan, c.axis, role), c.kind, nbytes, rows))
+                for c in inside_of
+                for load, share in (EVEN if bound is None else self.loads)
+                for times, nbytes, rows in (messages(c, load, bound),)
+                if times
             ]
-            inside = _summed([StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds) for c, w in taken])
-            source = min([kernels.source, *(w.source for _, w in taken)], key=_TRUST.index)
-            seconds = kernels.seconds + sum([w.seconds for _, w in taken])
+            inside = _summed([(StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds), times) for c, times, w in taken])
+            source = min([kernels.source, *(w.source for _, _, w in taken)], key=_TRUST.index)
+            seconds = kernels.seconds + sum([m.seconds for m in inside])
             self._inside[key] = Work(seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside)
         return self._inside[key]
 
-    def _longer(self, chunk: Chunk, step: Step, load: float, kind: int) -> float:
-        """Return how many times as long a measured step of experts takes with `load` times the tokens."""
-        device, cost = self._devices[kind], chunk.steps[step].cost
-        if load == 1 or device is None or not cost.kernels:
-            return load
-        return step_took(device, loaded(cost, step, load), step).seconds / step_took(device, cost, step).seconds
+    def _inside_message(self, channel: Channel, op: str, nbytes: int, rows: float) -> Work:
+        """Return the work of a message inside of a step, of which a part is rows; on a CPU only these are sent."""
+        found = self._on_channel(channel, op, nbytes)
+        if not self._inline or self.cluster is None or self.given or rows == 1:
+            return found
+        of, cluster = self._instances(channel, self.cluster), self.cluster
+        full, sent = (max(by_formula(cluster, op, part * nbytes, g) for g in of) for part in (1.0, rows))
+        return replace(found, seconds=found.seconds * sent / full) if full else found
+
+    def _under_loads(self, device: Device, chunk: Chunk, step: Step) -> tuple[Took, int]:
+        """Return what a step takes under the loads, on average, and its FLOPs."""
+        runs = [(share, loaded(chunk, step, load)) for load, share in self.loads]
+        tooks = [(share, step_took(device, run, step)) for share, run in runs[: None if runs[0][1] is not runs[-1][1] else 1]]
+        if len(tooks) == 1:
+            return tooks[0][1], runs[0][1].flops
+        seconds = sum([share * took.seconds for share, took in tooks])
+        return replace(tooks[-1][1], seconds=seconds), round(sum([share * run.flops for share, run in runs]))
+
+    def _longer(self, chunk: Chunk, step: Step, kind: int) -> float:
+        """Return how many times as long a measured step takes under the loads as under one of 1."""
+        device, even = self._devices[kind], loaded(chunk, step, 1.0)
+        if self.loads == EVEN or even is chunk.steps[step].cost or device is None or not even.kernels:
+            return 1.0
+        return self._under_loads(device, chunk, step)[0].seconds / step_took(device, even, step).seconds
 
     def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
         """Return the duration of R where that of F is known: it is to F's as computed durations are."""
@@ -314,24 +334,19 @@ class DeviceModel(CostModel):
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
-        groups, fullest = self._instances(channel, cluster), self._fullest(channel)
-        found = max((duration(cluster, op, nbytes, g, fullest) for g in groups), key=lambda d: d.seconds)
+        found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
         if found.source == "formula":
             self._provenance.sent_unknown(*key)
         return Work(found.seconds, found.source, bytes=nbytes)
 
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
-        """Return the factor by which slow links and the fullest rank stretch a message, as its formula does."""
-        cluster, fullest = self.cluster, self._fullest(channel)
-        if cluster is None or (fullest == 1 and not cluster.network.slow_links):
-            return fullest
+        """Return the factor by which slow links stretch a message, as its formula does."""
+        cluster = self.cluster
+        if cluster is None or not cluster.network.slow_links:
+            return 1.0
         groups = self._instances(channel, cluster)
         healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
-        return max(by_formula(cluster, op, nbytes, g, fullest) for g in groups) / healthy if healthy else 1.0
-
-    def _fullest(self, channel: Channel) -> float:
-        """Return what the fullest rank receives of a message over the mean: more than 1 for tokens of experts alone."""
-        return self.load if str(channel.purpose) == "expert" else 1.0
+        return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
 
     def _all_known(self, channel: Channel) -> bool:
         """Return whether the costs hold for all kinds of devices on a channel."""
@@ -351,14 +366,13 @@ class DeviceModel(CostModel):
         return self._groups[channel.id]
 
 
-def _summed(messages: Iterable[StepMessages]) -> tuple[StepMessages, ...]:
-    """Return one entry per axis and kind of message."""
-    found: dict[tuple[str, str], StepMessages] = {}
-    for m in messages:
-        key = m.axis, m.op
-        n = found.get(key, StepMessages(*key, 0, 0, 0.0))
-        found[key] = StepMessages(*key, n.count + m.count, n.bytes + m.bytes, n.seconds + m.seconds)
-    return tuple(found.values())
+def _summed(messages: Iterable[tuple[StepMessages, float]]) -> tuple[StepMessages, ...]:
+    """Return one entry per axis and kind of message, of messages with how often each is sent."""
+    found: dict[tuple[str, str], tuple[float, float, float]] = {}
+    for m, times in messages:
+        count, nbytes, seconds = found.get((m.axis, m.op), (0.0, 0.0, 0.0))
+        found[m.axis, m.op] = count + times * m.count, nbytes + times * m.bytes, seconds + times * m.seconds
+    return tuple(StepMessages(*key, round(n), round(nbytes), seconds) for key, (n, nbytes, seconds) in found.items())
 
 
 def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:

@@ -1,15 +1,16 @@
 """Find how uneven the tokens of experts are: the load of the fullest rank over the mean of all.
 
-Where ranks have some experts each, the fullest of them decides how long the experts and the exchange of their tokens
-take, since the others wait for it. A load is a number, drawn from a distribution (`Zipf`), or that of a run, which logs
-the tokens of each expert in its metrics.jsonl.
+Where ranks have some experts each, the fullest of them decides how long dropless experts take, since the others wait
+for it (`piper_simulator.durations.expert_work`). A load is a number, drawn from a distribution (`Zipf`), or that of a
+run, which logs the tokens of each expert in its metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, isfinite, sqrt
 from os.path import isdir
 from pathlib import Path
@@ -19,8 +20,9 @@ from typing import Any, Literal
 from piper_ir.errors import PlanError
 from piper_ir.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Cost, Kernel, Step
-from piper_ir.sizes import Dim, bind
+from piper_ir.program import Chunk, Kernel
+from piper_ir.sizes import bind
+from piper_simulator.durations.expert_work import EVEN, Loads, further_rounds, has_further_rounds, places_over_mean
 
 EXPERTS = "experts"
 """The coordinate of chunks that compute experts, and the key of their tokens in a step's metrics."""
@@ -60,16 +62,18 @@ class ExpertLoad:
     """Hold the tokens of the fullest rank's experts over the mean of all ranks.
 
     Attributes:
-        mean: over draws, or over layers and steps of a run; a prediction uses it.
+        mean: over draws, or over layers and steps of a run.
         worst: of all draws, or of all steps of a run.
         source: "assumed" where nobody gave it, "given", "drawn" or "measured".
         text: the same in words.
+        loads: all of them with their shares, rounded to 0.01; a prediction is the mean of what it is under each.
     """
 
     mean: float
     worst: float
     source: Literal["assumed", "given", "drawn", "measured"]
     text: str
+    loads: Loads = EVEN
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -87,6 +91,8 @@ class Mixture:
             among them.
         tokens: the tokens of such a microbatch; 0 where the plan does not say.
         padded: whether every expert computes as many places, whatever tokens it has.
+        bound: the places for rows of a dropless mixture whose experts ranks share, over the mean; None for any other.
+        rounds: whether its rows above the bound go in further rounds.
     """
 
     experts: int
@@ -94,6 +100,8 @@ class Mixture:
     choices: int
     tokens: int
     padded: bool
+    bound: float | None = None
+    rounds: bool = False
 
 
 def of_experts(chunk: Chunk) -> bool:
@@ -106,13 +114,20 @@ def mixture_of(plan: Plan) -> Mixture | None:
     shared = [c for c in plan.chunks if of_experts(c)]
     for chunk in shared or plan.chunks:
         for kernel, experts in _of_weights(plan, chunk):
-            axes = dict.fromkeys(axis for c in plan.channels if str(c.purpose) == "expert" for axis in c.over)
-            ranks = plan.mesh.degree(tuple(axes)) if shared else 1
-            each = bind(kernel.dims[-3], 0)
+            bound = places_over_mean(chunk)
+            ranks = plan.mesh.degree(_axes_of_experts(plan, chunk)) if shared else 1
             padded = len(kernel.dims) == 4
-            choices = ranks * each * (experts if padded else 1)
-            return Mixture(experts * ranks, ranks, choices, ranks * plan.rows * (plan.tokens_per_row or 0), padded)
+            each = bind(kernel.dims[-3], 0) * (experts if padded else 1)
+            choices, tokens = round(ranks * each / (bound or 1.0)), ranks * plan.rows * (plan.tokens_per_row or 0)
+            return Mixture(experts * ranks, ranks, choices, tokens, padded, bound, has_further_rounds(chunk))
     return None
+
+
+def _axes_of_experts(plan: Plan, chunk: Chunk) -> tuple[str, ...]:
+    """Return the axes along which ranks share the experts of a chunk, by its messages between or inside of steps."""
+    between = [axis for c in plan.channels if str(c.purpose) == "expert" for axis in c.over]
+    inside = [axis for c in chunk.steps["F"].collectives if c.mean_nbytes for axis in plan.mesh.along(c.axis)]
+    return tuple(dict.fromkeys([*between, *inside]))
 
 
 def _of_weights(plan: Plan, chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
@@ -143,8 +158,8 @@ def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
         return ExpertLoad(1.0, 1.0, "assumed", "as if all ranks had equally many tokens")
     if isinstance(load, Zipf):
         loads = drawn(load, found)
-        mean, worst = sum(loads) / len(loads), max(loads)
-        return ExpertLoad(mean, worst, "drawn", f"Zipf({load.s:g}), {load.draws} draws from seed {load.seed}")
+        text = f"Zipf({load.s:g}), {load.draws} draws from seed {load.seed}"
+        return ExpertLoad(sum(loads) / len(loads), max(loads), "drawn", text, _shares(loads))
     if isinstance(load, str | Path):
         return _measured(Path(load), found)
     if isinstance(load, bool) or not isinstance(load, int | float):
@@ -156,7 +171,12 @@ def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
         )
     if found.ranks == 1:
         return ExpertLoad(1.0, 1.0, "given", f"{load:g}, as given, is one expert's; every device has all experts")
-    return ExpertLoad(float(load), float(load), "given", f"{load:g} times the mean, as given")
+    return ExpertLoad(float(load), float(load), "given", f"{load:g} times the mean, as given", ((float(load), 1.0),))
+
+
+def _shares(loads: Sequence[float]) -> Loads:
+    """Return loads, rounded, each with its share."""
+    return tuple((load, count / len(loads)) for load, count in sorted(Counter(max(1.0, round(x, 2)) for x in loads).items()))
 
 
 def _shown(load: GivenLoad) -> str:
@@ -210,7 +230,8 @@ def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
         raise _no_load(file, "no line has tokens of experts: it is of a model without experts, or of no run")
     by_step = [sum(loads) / len(loads) for loads in steps]
     text = f"{file}, {len(steps)} steps of {len(steps[0])} layers"
-    return ExpertLoad(sum(by_step) / len(by_step), max(by_step), "measured", text)
+    shares = _shares([load for loads in steps for load in loads])
+    return ExpertLoad(sum(by_step) / len(by_step), max(by_step), "measured", text, shares)
 
 
 def _no_load(path: Path, problem: str) -> PlanError:
@@ -259,36 +280,32 @@ def _tokens_by_layer(line: object) -> dict[str, list[float]] | None:
     return by_layer
 
 
-def loaded(cost: Cost, step: Step, load: float) -> Cost:
-    """Return the cost of a step of experts that have `load` times as many tokens.
-
-    All but the sums of weights' gradients grows with the tokens.
-    """
-    if load == 1:
-        return cost
-    return replace(cost, kernels=tuple([_loaded(k, step, load) for k in cost.kernels]))
-
-
-def _loaded(kernel: Kernel, step: Step, load: float) -> Kernel:
-    if step == "W" and kernel.op == "add":
-        return kernel
-    dims: tuple[Dim, ...] = kernel.dims
-    if kernel.kind == "matmul" and len(dims) >= 3:
-        rows = -1 if step == "W" else -3
-        dims = tuple(round(bind(d, 0) * load) if k == len(dims) + rows else d for k, d in enumerate(dims))
-    return replace(kernel, dims=dims, flops=round(bind(kernel.flops, 0) * load), bytes=round(bind(kernel.bytes, 0) * load))
-
-
 def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
-    """Return what a prediction has to say of the load of experts; nothing where it was measured."""
+    """Return what a prediction has to say of the load of experts.
+
+    It says where the load is not measured, and where rows of the fullest rank have no place.
+    """
     found = mixture_of(plan) if load is not None else None
     if load is None or found is None:
         return ()
-    if found.ranks == 1:
-        why = "every device has all experts of its layers, so that no time depends on it"
-        return (f"{LOAD_NOT_MEASURED}; {why}",) if load.source != "measured" else ()
+    said = _above_places(found, load)
     if load.source == "measured":
+        return said
+    if found.bound is None:
+        why = "each computes all its places" if found.padded else "every device has all experts of its layers"
+        return (f"{LOAD_NOT_MEASURED}; {why}, so that no time depends on it",)
+    return (f"{LOAD_NOT_MEASURED}: {load.text}; a run's {METRICS} has it (load=)", *said)
+
+
+def _above_places(mixture: Mixture, load: ExpertLoad) -> tuple[str, ...]:
+    """Return what becomes of rows of the fullest rank for which there is no place."""
+    bound = mixture.bound
+    if bound is None or load.loads[-1][0] <= bound:
         return ()
-    padded = "; each computes all its places whatever tokens it has, so a load above 1 is as if only tokens took time"
-    more = padded if found.padded and load.mean > 1 else ""
-    return (f"{LOAD_NOT_MEASURED}: {load.text}{more}; a run's {METRICS} has it (load=)",)
+    share = sum(share for found, share in load.loads if found > bound)
+    often = "always" if share == 1 else f"in {share:.0%} of cases"
+    above = f"the load of the experts, {load.mean:.2f} on average, is {often} above their places, {bound:.2f} times the mean"
+    if not mixture.rounds:
+        return (f"{above}: times are of rows with a place; overflow='drop' leaves others out, 'error' ends the run",)
+    most = further_rounds(load.loads[-1][0], bound)
+    return (f"{above}: a layer then takes {'1 further round' if most == 1 else f'up to {most} further rounds'}",)

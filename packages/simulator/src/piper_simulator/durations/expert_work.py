@@ -1,0 +1,117 @@
+"""Say what devices that share experts compute and exchange in a step, by the load of the fullest of them.
+
+A mixture with a capacity computes all places of its experts and sends them all, whatever tokens choose: nothing here
+changes with the load. A dropless one (`piper_ops.rounds`) has places for `bound` times the mean of a device's rows:
+
+- Its grouped products meet the rows there are, which are `load` times the mean, and not the places beyond. Element-wise
+  operations and messages between GPUs are of all places.
+- Rows above the bound go in further rounds, each of at most as many. All devices run as many rounds as the fullest
+  needs. A round computes the experts' forward in F and again in the backward: in I with the gradients of rows, in W
+  with those of weights.
+
+Rows are taken to come from all devices alike, so that the fullest pair of devices has the load of the fullest device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+from piper_ir.layout import StepCollective
+from piper_ir.program import Chunk, Cost, Kernel, Step
+from piper_ir.sizes import ITEM_BYTES, Dim, bind
+
+OWN_TOKENS = ("route", "unroute", "experts_return", "experts_further", "experts_drop", "experts_checked")
+"""The beginnings of operators that a device applies to tokens of its own, whose number depends on no load."""
+TRADES = ("experts_send", "experts_take", "experts_give", "experts_home")
+"""The operators that bring rows into and out of the places for them."""
+
+
+def places_over_mean(chunk: Chunk) -> float | None:
+    """Return the places for rows over their mean, about the `bound` of a strategy; None where no rows are exchanged."""
+    inside = chunk.steps["F"].collectives if "F" in chunk.steps else ()
+    return next((bind(c.nbytes, 0) / bind(c.mean_nbytes, 0) for c in inside if c.mean_nbytes and c.nbytes), None)
+
+
+def has_further_rounds(chunk: Chunk) -> bool:
+    """Return whether rows above the places go in further rounds."""
+    return "F" in chunk.steps and any(c.further for c in chunk.steps["F"].collectives)
+
+
+def further_rounds(load: float, bound: float) -> int:
+    """Return how many rounds a load needs beside the first."""
+    return max(0, ceil(load / bound - 1e-9) - 1)
+
+
+def messages(one: StepCollective, load: float, bound: float | None) -> tuple[int, int, float]:
+    """Return how often a collective inside of a step runs, its bytes, and the part of these that are rows of tokens."""
+    nbytes, mean = bind(one.nbytes, 0), bind(one.mean_nbytes, 0)
+    if bound is None or not mean:
+        return 1 if nbytes else 0, nbytes, 1.0
+    if not one.further:
+        return 1, nbytes, min(load, bound) * mean / nbytes
+    rounds = further_rounds(load, bound)
+    return rounds, round((load - bound) * mean / rounds) if rounds else 0, 1.0
+
+
+Loads = tuple[tuple[float, float], ...]
+"""The loads of the fullest device over the mean, each with its share of cases (draws, or layers and steps)."""
+EVEN: Loads = ((1.0, 1.0),)
+
+
+def loaded(chunk: Chunk, step: Step, load: float) -> Cost:
+    """Return the cost of a step under a load; the step's own where none matters."""
+    cost, bound = chunk.steps[step].cost, places_over_mean(chunk)
+    if bound is None or cost.seconds is not None:
+        return cost
+    filled = min(load, bound) / bound
+    kernels = [_with_rows(k, step, filled) if _grouped(k) else k for k in cost.kernels]
+    rounds = further_rounds(load, bound)
+    if rounds and any(c.further for c in chunk.steps[step].collectives):
+        part = (load - bound) / bound / rounds
+        kernels += [replace(_part(k, of, part), count=k.count * rounds) for k, of in _of_a_round(chunk, step)]
+    return replace(cost, kernels=tuple(kernels))
+
+
+def _of_a_round(chunk: Chunk, step: Step) -> Sequence[tuple[Kernel, Step]]:
+    """Return the kernels of a further round of all places in a step, each with the step that has it in round 0."""
+    forward: list[tuple[Kernel, Step]] = [(k, "F") for k in chunk.steps["F"].cost.kernels if not k.op.startswith(OWN_TOKENS)]
+    there = [(k, of) for k, of in forward if k.op in TRADES[:2]]
+    body = [(k, of) for k, of in forward if k.op not in TRADES]
+    if step in ("F", "R"):
+        back = [(k, of) for k, of in forward if k.op == "experts_give"]
+        home = [(replace(k, op="experts_home"), of) for k, of in back]
+        return [*there, *body, *back, *home]
+    backward: list[tuple[Kernel, Step]] = [(k, "I") for k in chunk.steps["I"].cost.kernels if not k.op.startswith(OWN_TOKENS)]
+    if step == "I":
+        return [*there, *body, *backward]
+    width = next((k.dims[-1] for k, _ in body if _grouped(k)), 0)
+    inner = [(k, of) for k, of in backward if k.op not in TRADES and not (_grouped(k) and k.dims[-2] == width)]
+    weights: list[tuple[Kernel, Step]] = [(k, step) for k in chunk.steps[step].cost.kernels if _grouped(k)]
+    return [*there, *there, *body, *inner, *weights]
+
+
+def _grouped(kernel: Kernel) -> bool:
+    return kernel.kind == "matmul" and "grouped_mm" in kernel.op
+
+
+def _part(kernel: Kernel, step: Step, part: float) -> Kernel:
+    """Return a kernel of so many of the places."""
+    if _grouped(kernel):
+        return _with_rows(kernel, step, part)
+    return replace(kernel, flops=round(bind(kernel.flops, 0) * part), bytes=round(bind(kernel.bytes, 0) * part))
+
+
+def _with_rows(kernel: Kernel, step: Step, part: float) -> Kernel:
+    """Return a grouped product with a part of its rows: M of [M, K] x [K, N], or K for gradients of weights.
+
+    The stacks of matrices are read or written all the same.
+    """
+    at = len(kernel.dims) - (1 if step == "W" else 3)
+    sizes = [bind(d, 0) for d in kernel.dims]
+    rows = round(sizes[at] * part)
+    other = sum(s for k, s in enumerate(sizes) if k >= len(sizes) - 3 and k != at)
+    dims: tuple[Dim, ...] = tuple(rows if k == at else d for k, d in enumerate(kernel.dims))
+    fewer = (sizes[at] - rows) * other * ITEM_BYTES[kernel.dtype]
+    return replace(kernel, dims=dims, flops=round(bind(kernel.flops, 0) * part), bytes=max(0, bind(kernel.bytes, 0) - fewer))
