@@ -88,6 +88,8 @@ def test_ranks_have_the_tokens_of_their_experts() -> None:
         ("0", "0", "0-1", "1.17", "2.00", "0", "layers.0.mlp"),
         ("1", "1", "2-3", "0.83", "1.50", "10", "layers.0.mlp"),
     )
+    twice = rank_load_sheet(history([[*STEPS, *STEPS]], plan), plan)
+    assert twice is not None and [*twice.frame["worst_step"]] == [0, 10], "of steps that are as bad the first"
     assert rank_load_sheet(history([STEPS]), plan) is None, "where each rank has all experts there is no such table"
     swapped = history([[[t[0], t[2], t[1], t[3]] for t in STEPS]], plan)
     other = rank_load_sheet(swapped, plan)
@@ -98,6 +100,8 @@ def test_experts_have_their_tokens() -> None:
     frame = token_sheet(history([STEPS], of_two())).frame
     assert [*frame["tokens"]] == pytest.approx([7 / 3, 7 / 3, 4 / 3, 2]) and [*frame["part"]] == [0, 0, 1, 1]
     assert [*frame["mean"]] == pytest.approx([7 / 6, 7 / 6, 4 / 6, 1])
+    long = token_sheet(history([[*STEPS] + [[1, 1, 0, 2]] * 10])).frame
+    assert [*long["last"]] == [1, 1, 0, 2] and long["mean"][2] > 0, "the last ten steps"
 
 
 def test_axes_are_those_of_a_layers_own_parameters() -> None:
