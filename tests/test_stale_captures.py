@@ -280,6 +280,24 @@ def test_nothing_is_kept_where_a_loaded_file_is_newer_than_the_process(package: 
     assert installed_state({}) is None
 
 
+class Lazy(dict[str, int]):
+    """A mapping that imports what it names when it is read, and cannot, as transformers has them."""
+
+    __module__ = "installed_of_test"
+
+    def __len__(self) -> int:
+        raise ImportError
+
+    items = __len__  # type: ignore[assignment]  # whatever is asked for
+
+
+def test_mappings_that_import_what_they_name_are_not_read(package: Path) -> None:
+    before = settings(["installed_of_test"])
+    sys.modules["installed_of_test"].lazy = Lazy(a=1)  # type: ignore[attr-defined]  # a module of the test's
+    after = settings(["installed_of_test"])
+    assert before is not None and after is not None and before != after
+
+
 def test_compiled_functions_of_an_installed_package_are_not_the_users() -> None:
     """Optuna's storages hold classes of sqlalchemy, whose methods Cython compiled: a search with a file keeps captures, too."""
     importlib.import_module("optuna.storages._rdb.models")

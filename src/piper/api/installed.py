@@ -112,8 +112,9 @@ def _setting(value: object, depth: int = 2) -> str | None:
     """Return the text of a plain value, or of a small nest of them; None for anything else."""
     if type(value) in PLAIN:
         return repr(value)
-    if depth and isinstance(value, dict) and len(value) < MOST_ITEMS:
-        items = [(_setting(k, 0), _setting(v, depth - 1)) for k, v in list(value.items())]
+    if depth and isinstance(value, dict) and dict.__len__(value) < MOST_ITEMS:
+        # What is stored, as `dict` has it: a class may import packages in an `items` of its own, and fail.
+        items = [(_setting(k, 0), _setting(v, depth - 1)) for k, v in list(dict.items(value))]
         return repr([pair for pair in items if None not in pair])
     if depth and isinstance(value, list | tuple | set | frozenset) and len(value) < MOST_ITEMS:
         texts = [text for item in list(value) if (text := _setting(item, depth - 1)) is not None]
