@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
+from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM
 from piper_ir.plan_bytes import PlanBytes
+from piper_ops import packed
 from piper_runtime.launch import rank_job
 from piper_runtime.profile import measure_messages, profiler
 from piper_runtime.profile.device_clocks import HostClock
@@ -59,3 +64,30 @@ def test_passes_exchange_as_many_bytes_as_the_run_wherever_it_communicates() -> 
     assert parts and keys == [None] * len(parts), "no time of a message counts as a step's"
     assert [call.args[0] for call in between.between.call_args_list] == [traffic.message_bytes(p.op, p) for p in parts]
     assert len(list(profiler._clocked(bound, None, None))) == len(clocked) - len(parts), "a device's host runs ahead of it"
+
+
+@pytest.mark.parametrize("total", [16, 18, 21])
+def test_experts_are_measured_with_as_many_rows_as_on_average(total: int) -> None:
+    counts = torch.tensor([total, 0, 0, 0, 0, 0, 0, 0])
+    even = profiler._evenly(counts, 4)
+    assert even.dtype == counts.dtype and int(even.sum()) == total and int(even.max() - even.min()) <= 1
+    by_device = even.view(4, 2).sum(1)
+    assert int(by_device.max() - by_device.min()) <= 1
+
+
+@pytest.mark.parametrize("counts", [[20, 0, 0, 0], [0, 0, 0, 20], [5, 4, 1, 10], [0, 0, 10, 10]])
+@pytest.mark.parametrize("further", [False, True])
+def test_a_profile_computes_with_numbers_whatever_tokens_choose(counts: list[int], further: bool) -> None:
+    """Places that no device fills are no numbers, here as torch fills memory for deterministic algorithms."""
+    plan: Any = Mock(experts=("ep",), mesh=Mesh(ep=2))
+    exchange: Any = partial(profiler._copied, plan)
+    slot, rows = 6 if further else 13, torch.ones(20, 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        table = exchange("all_gather", "ep", torch.tensor(counts))
+        there, own = packed.there(exchange, "ep", rows, table, 0, slot)
+        home = packed.back(exchange, "ep", [there], table, 0, 20)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert table.tolist() == [[5, 5, 5, 5]] * 2 and int(own.sum()) == min(20, 2 * slot)
+    assert home.isfinite().all() and int(home.sum()) == 3 * int(own.sum())

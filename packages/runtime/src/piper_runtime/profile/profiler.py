@@ -277,15 +277,30 @@ def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | 
     Messages are measured apart: here a device would wait for others, and measure them instead of its kernels.
     """
     if cuts is not None:
-        rows = min(sum(cuts.got), given.shape[0])
-        cuts.into[:rows].copy_(given[:rows])
+        into, have = cuts.into[: sum(cuts.got)], sum(cuts.sent)
+        for part in into.split(have) if have else (into,):
+            part.copy_(given[: part.shape[0]]) if have else part.zero_()
         return cuts.into
+    if kind == "all_gather" and axis in plan.experts and given.dim() == 1 and not given.is_floating_point():
+        given = _evenly(given, plan.mesh.size(axis))
     law = law_of(kind)
     if law.writes == "part":
         given = given[0]
     elif law.reads == "part":
         given = given.expand(plan.mesh.degree(plan.mesh.along(axis)), *given.shape)
     return given.clone(memory_format=torch.contiguous_format)
+
+
+def _evenly(counts: torch.Tensor, devices: int) -> torch.Tensor:
+    """Return counts of experts' rows that are as many in all, and equal for all devices and experts, or one more.
+
+    Predictions scale what a profile measures by the load (`piper_simulator.durations.expert_work`), so it is one of 1.
+    With other counts a device would also read places that nobody filled.
+    """
+    experts, total = counts.shape[0], counts.sum()
+    own, numbers = experts // devices, torch.arange(experts, device=counts.device)
+    turn = numbers % own * devices + numbers // own  # the first experts of all devices, then the second ones
+    return total.div(experts, rounding_mode="floor") + (turn < total.remainder(experts))
 
 
 def _clocked(bound: Rank, batch: CostKey | None, messages: Messages | None) -> Iterator[tuple[CostKey | None, Thunk]]:
