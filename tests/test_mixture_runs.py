@@ -180,8 +180,9 @@ def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path
         assert [of["dropped"] for of in line["experts"].values()] == dropped and min(dropped) > 0, sent
         every.append(dropped)
         assert all(sum(of["tokens"]) == 8 * 32 and not of["overflow"] for of in line["experts"].values())
-    found = load(tmp_path).experts
+    found = load(tmp_path, made.plan).experts
     assert found is not None and [layer.dropped for layer in found.layers.values()] == [sum(of) for of in zip(*every)]
+    assert {layer.ranks for layer in found.layers.values()} == {2}, "which have two of the experts each"
     assert "rows that found no place on a device" in layer_sheet(found).table.notes[0]
 
 

@@ -10,8 +10,9 @@ from piper_report.style import Picture
 from piper_report.summary import Table
 from piper_report.tables import Sheet
 
+# "only light": a browser that darkens pages would turn the words of figures white and leave their ground white.
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: only light; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem 1.25rem 3rem; max-width: 74rem; background: #fff; color: #222;
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; overflow-wrap: anywhere; }
