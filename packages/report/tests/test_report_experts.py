@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from packages.report.tests import samples
 from piper_ir.errors import FormatError
 from piper_ir.expert_tokens import LOAD_NOT_MEASURED
-from piper_ir.layout import DimPart
+from piper_ir.layout import DimPart, StepCollective
 from piper_ir.plan import Param, Plan
 from piper_ir.sizes import TensorSpec
 from piper_report import expert_figures, load, write_report
@@ -200,7 +200,7 @@ def test_a_report_says_what_was_assumed_beside_what_was_measured(tmp_path: Path)
     made, text = reported(folder_of(tmp_path, [STEPS, STEPS], of_two()))
     said = (
         "Load of experts on the fullest rank: predicted for 1 (assumed), measured 1.5 over 3 steps, at most 2 in step 0; "
-        f"predict with that by piper simulate FILE.py --load {tmp_path}"
+        "experts with a capacity compute all their places, so that no time depends on it"
     )
     assert load_note(load(tmp_path)) == (said,) and said in text and made.experts is not None
     assert made.experts.notes[-1] == said, "on a terminal, too"
@@ -210,6 +210,17 @@ def test_a_report_says_what_was_assumed_beside_what_was_measured(tmp_path: Path)
     (tmp_path / "metrics.jsonl").unlink()
     made, text = reported(tmp_path)
     assert f"warning: {LOAD_NOT_MEASURED}" in text and made.experts is None, "a control: nothing was measured"
+
+
+def test_a_load_that_decides_times_is_for_the_next_prediction(tmp_path: Path) -> None:
+    found = load(folder_of(tmp_path, [STEPS], of_two()))
+    assert found.plan is not None
+    chunk = found.plan.chunks[0]
+    traded = StepCollective("all_to_all", "dp", 10, mean_nbytes=8)
+    steps = {**chunk.steps, "F": replace(chunk.steps["F"], collectives=(traded,))}
+    dropless = replace(found.plan, chunks=(replace(chunk, steps=steps), *found.plan.chunks[1:]))
+    (note,) = load_note(replace(found, plan=dropless))
+    assert note.endswith(f"in step 0; predict with that by piper simulate FILE.py --load {tmp_path}")
 
 
 def test_where_each_device_has_all_experts_no_load_matters(tmp_path: Path) -> None:
