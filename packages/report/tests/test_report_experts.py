@@ -72,6 +72,9 @@ Tokens of the fullest expert and rank over the mean of all; 1 is even; no place:
         "dropped: rows that found no place on a device."
     )
     assert [*found.frame["overflow"]] == [6 / 48, 3 / 24, 3 / 24]
+    dropless = ExpertHistory()
+    dropless.add(0, {"a": {"tokens": [1, 3], "overflow": 0}}, "here")
+    assert "no place" not in layer_sheet(dropless).table.columns and [*layer_sheet(dropless).frame["overflow"]] == [0]
 
 
 def test_the_last_steps_have_a_column_once_there_are_more() -> None:

@@ -40,7 +40,10 @@ def layer_sheet(history: ExpertHistory) -> Sheet:
     notes = [_words(layers)]
     if len(shown) < len(layers):
         notes.append(f"{len(shown)} of {len(layers)} layers, the worst and those with the highest means; experts.csv has all.")
-    made = sheet("experts", title, columns, [*every, *shown], tuple(notes))
+    page = [*every, *shown]
+    if not any(layer.overflow for layer in layers):  # as of dropless experts
+        page = [[None if column.name == "overflow" else v for column, v in zip(columns, row, strict=True)] for row in page]
+    made = sheet("experts", title, columns, page, tuple(notes))
     return replace(made, frame=sheet("experts", title, columns, [*every, *rows.values()]).frame)
 
 
