@@ -144,7 +144,8 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
     (lambda: compiled("", index=()), DirectiveError, "one index is named"),
     (lambda: compiled("", keep=True), DirectiveError, "keep=True: nothing is gathered .* condition 11"),
     (lambda: compiled("", channel="compute"), DirectiveError, "channel='compute'; the name of a stream other .* condition 11"),
-    (lambda: compiled("", sms=-1), DirectiveError, "sms=-1; a number from 0, or None"),
+    (lambda: compiled("", sms=-1), DirectiveError, r"sms=-1; a number from 0 \(copy engines\) to 4096, or None"),
+    (lambda: compiled("", sms=10**6), DirectiveError, "sms=1000000; a number from 0 .* condition 11"),
     (
         lambda: compiled("", selection=where()),
         DirectiveError,

@@ -264,10 +264,10 @@ class TestStream:
         plan = compile_program(layered(4), strategy).plan
         assert [r.streams for r in plan.roles] == [("compute", "p2p")] * 2
 
-    @pytest.mark.parametrize("sms", [-1, 2.5, "8", True])
+    @pytest.mark.parametrize("sms", [-1, 2.5, "8", True, 4097])
     def test_4_a_number_of_sms(self, sms: object) -> None:
         item = stream(where(op="send"), "p2p", sms=sms)  # type: ignore[arg-type]  # what the condition is about
-        refused(4, item, *self.first, *BOTH, says=f"sms is {sms!r}; a whole number is expected, 0 for copy engines")
+        refused(4, item, *self.first, *BOTH, says=f"sms is {sms!r}; a whole number from 0 (copy engines) to 4096 is expected")
 
     def test_5_one_number_per_stream(self) -> None:
         sends, receives = where(op="send"), where(op="recv")

@@ -171,11 +171,12 @@ class OneStream(PlanBuilder):
 
 def test_a_device_needs_more_sms_than_its_messages() -> None:
     plan = with_sms(captured(fan(0)), 100, None)
-    with pytest.raises(ClusterError, match=r"stream 0>1 of role pp0 takes 100 SMs; toy:8\*2 has 100 per device"):
-        simulate(plan, TOY)
+    for contention in (True, False):
+        with pytest.raises(ClusterError, match=r"stream 0>1 of role pp0 takes 100 SMs; toy:8\*2 has 100 per device"):
+            simulate(plan, TOY, contention=contention)
     with pytest.raises(ClusterError, match="does not say how many"):
         simulate(with_sms(plan, 1, None), changed(TOY, sms=0))
-    assert simulate(plan, TOY, contention=False).step_s == 10.0
+    assert simulate(with_sms(plan, 99, None), TOY, contention=False).step_s == 10.0
 
 
 def wires(nics: int) -> Wiring:

@@ -12,6 +12,9 @@ A node takes about 15 kB in a graph, a plan and their simulation, so that many a
 MOST_STEP_INSTRUCTIONS = 10_000_000
 """The most instructions of one simulation of several steps: their times take about 2 GB."""
 
+MOST_SMS = 4096
+"""The most SMs that a strategy may name: many times those of any device (an H100 has 132, a B200 148)."""
+
 
 def most(wanted: int, per_item: int) -> int:
     """Return how many items of size `per_item` fit into `wanted`: at least 1."""

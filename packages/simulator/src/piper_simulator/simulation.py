@@ -248,7 +248,7 @@ def _simulate(
     costing = model_for(parts.plan, target, costs, model)
     prepared = prepare(parts.plan)
     work = [found for role in parts.plan.roles for found in work_of(costing, role)]
-    flows = shared_flows(parts.plan, target, prepared, work) if contention else None
+    flows = shared_flows(parts.plan, target, prepared, work, contention=contention)
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
     step_s = timed.first.makespan
     gaps = idle_times(parts.plan, prepared, timed.first, timed.durations, plan.hop)

@@ -38,8 +38,9 @@ Legality
  9. Where tokens are shared, the devices divide them, and no region is opaque.
 10. The optimizer is one that works element by element where parameters are in parts: SGD, Adam, AdamW,
     or one that piper.elementwise declares.
-11. `channel` and `sms` stand with stream="rows" or cut=True alone: the name of a stream other than compute's, and a
-    number from 0 or None. With stream="rows" `index` names one index, and `keep` is False.
+11. `channel` and `sms` stand with stream="rows" or cut=True alone, and not for dropless mixtures, whose exchanges are
+    inside of steps: the name of a stream other than compute's, and a number from 0 to 4096 or None. With
+    stream="rows" `index` names one index, and `keep` is False.
 12. With stream="rows" what passes between the selected chunks and others has a dimension of experts and one of rows.
     These chunks draw no random numbers and read no batch tensor, and their other parameters have gradients that are
     sums over experts.
@@ -61,6 +62,7 @@ from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
 from piper_ir.graph_parts import EdgeExchange
 from piper_ir.layout import BOUND, EXPERTS, EXPERTS_SHARED, OVERFLOWS, ROWS, Sharding
+from piper_ir.limits import MOST_SMS
 from piper_ir.mesh import AXES, Mesh, whole_axis
 from piper_ir.plan import COMPUTE
 from piper_ir.select import Where, where
@@ -164,8 +166,8 @@ class Shard:
     def _check_exchange(self) -> None:
         if not isinstance(self.channel, str) or self.channel == COMPUTE:
             raise fail(self, 11, f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted")
-        if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
-            raise fail(self, 11, f"sms={self.sms!r}; a number from 0, or None, is accepted")
+        if self.sms is not None and (type(self.sms) is not int or not 0 <= self.sms <= MOST_SMS):
+            raise fail(self, 11, f"sms={self.sms!r}; a number from 0 (copy engines) to {MOST_SMS}, or None, is accepted")
         self._check_bound()
         self._check_cut()
         if not self.experts:
@@ -194,6 +196,12 @@ class Shard:
         for node in compute_nodes(self, graph, self.selection):
             if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
                 raise fail(self, 1, f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)")
+
+        if (self.channel or self.sms is not None) and not any(chunk.trades for chunk in graph.program.chunks):
+            text = (
+                "channel and sms are for exchanges between chunks; dropless mixtures have theirs inside of steps: leave them out"
+            )
+            raise fail(self, 11, text)
 
     def _check_bound(self) -> None:
         if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 < self.bound < math.inf:

@@ -8,8 +8,8 @@ Legality
     or both. (Reductions take the name that `replicate(reduce=...)` gives them.)
  2. Compute stays on its stream: only the compute stream allocates and frees memory.
  3. A channel uses one stream on each side: all its transfers are selected, or none.
- 4. sms is a whole number, at least 0. (With 0 copy engines move the data. The simulator, which knows the device, checks
-   that it has more SMs than that.)
+ 4. sms is a whole number from 0 to 4096. (With 0 copy engines move the data. The simulator, which knows the device,
+   checks that it has more SMs than that.)
  5. A stream of a device has one number of SMs: what names the same stream again agrees, or says nothing.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph, Node
+from piper_ir.limits import MOST_SMS
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import COMPUTE, Channel
 from piper_ir.select import Where
@@ -45,8 +46,8 @@ class Stream:
     def check(self, graph: Graph) -> None:
         if self.name == COMPUTE:
             raise fail(self, 2, f"the stream {COMPUTE!r} is for compute; choose another name")
-        if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
-            raise fail(self, 4, f"sms is {self.sms!r}; a whole number is expected, 0 for copy engines")
+        if self.sms is not None and (type(self.sms) is not int or not 0 <= self.sms <= MOST_SMS):
+            raise fail(self, 4, f"sms is {self.sms!r}; a whole number from 0 (copy engines) to {MOST_SMS} is expected")
         nodes = compute_nodes(self, graph, self.selection)
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:

@@ -119,7 +119,8 @@ def expert_parallel(
     Experts are what regions with the coordinate `experts` compute; tokens go to them and back on the stream `channel`
     (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: everything but
     the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. It is written before the
-    recipes of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures.
+    recipes of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures,
+    `channel` and `sms` for those with a capacity.
     """
     asked = shard(
         where(experts=ANY), over=over, index="experts", stream="rows", channel=channel, sms=sms, bound=bound, overflow=overflow

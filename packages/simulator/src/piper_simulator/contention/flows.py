@@ -174,7 +174,7 @@ class PlanLoads:
         self.index = {role: r for r, role in enumerate(roles)}
         self.routes = {(c.id, op): route(op, instances(plan, c), wires) for c, op in (*_uses(plan), *within)}
         self.shared = shared_resources(self.routes, wires)
-        self.sms = _sms(plan, wires)
+        self.sms = named_sms(plan, wires.cluster)
         self.known: dict[tuple[str, str, int, float], Flow] = {}
 
     def of_group(self, op: Op, work: Work) -> Flow:
@@ -238,17 +238,20 @@ def demand(
     return Flow(id, seconds, shares, rate * route.slowest, takes)
 
 
-def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
-    """Return (role, stream) -> the SMs that the stream names, which hold for all communication on it."""
+def named_sms(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], int]:
+    """Return (role, stream) -> the SMs that the stream names, which hold for all communication on it.
+
+    Raises ClusterError for as many as the devices have, or more.
+    """
     out: dict[tuple[str, str], int] = {}
     for channel in plan.channels:
         for role, stream, n in zip(channel.roles, channel.streams, channel.sms):
             if n is None:
                 continue
             out[role, stream] = n
-            sms = min(wires.cluster.of(rank).sms for rank in plan.role(role).ranks)
+            sms = min(cluster.of(rank).sms for rank in plan.role(role).ranks)
             if n and n >= sms:
-                name = wires.cluster.name
+                name = cluster.name
                 has = f"has {sms} per device, and compute needs some" if sms else "does not say how many a device has"
                 raise ClusterError(f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or none")
     return out

@@ -84,7 +84,7 @@ class Case:
 
     def _timed(self, work: Sequence[Work], issue: float, cluster: Cluster | None) -> tuple[Times, bool]:
         """Return the times of one step as `simulate` gives them, and whether anything slowed another down."""
-        flows = shared_flows(self.plan, cluster, self.prepared, work) if self.contention else None
+        flows = shared_flows(self.plan, cluster, self.prepared, work, contention=self.contention)
         return step_alone(self.prepared, work, flows, latency=self.plan.hop, issue=issue), flows is not None
 
     def on(self, cluster: Cluster) -> float:

@@ -10,7 +10,7 @@ from piper_ir import steady_state, timing
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times
 from piper_simulator.cluster.cluster import Cluster
-from piper_simulator.contention.flows import wiring
+from piper_simulator.contention.flows import named_sms, wiring
 from piper_simulator.contention.loads import SharedFlows, all_loads
 from piper_simulator.durations.cost_model import Work, given_only
 from piper_simulator.times import engine
@@ -43,12 +43,18 @@ def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
     return cluster is not None and not cluster.synchronous and not given_only(plan)
 
 
-def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> SharedFlows | None:
+def shared_flows(
+    plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work], *, contention: bool = True
+) -> SharedFlows | None:
     """Return the loads of messages; None where contention does not count, or no message slows anything down.
 
-    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`.
+    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`; a stream that takes more
+    SMs than a device has is one without `contention`, too.
     """
     if cluster is None or not contention_applies(plan, cluster):
+        return None
+    if not contention:
+        named_sms(plan, cluster)
         return None
     found = all_loads(plan, prepared, work, wiring(cluster))
     return found if found.slow_anything else None
