@@ -200,8 +200,8 @@ def test_what_is_dropped_is_the_end_of_a_row_and_the_same_each_time() -> None:
     [
         ("2", dict(bound=0), r"bound=0; a positive number"),
         ("2", dict(bound="2"), r"bound='2'; a positive number"),
-        ("2", dict(sms=8), r"channel and sms .*; dropless mixtures have theirs inside of steps: leave them out"),
-        ("2", dict(channel="ep"), r"channel and sms .*; dropless mixtures have theirs inside of steps: leave them out"),
+        ("2", dict(sms=8), r"channel and sms .*; dropless mixtures have their exchanges inside .*: leave them out"),
+        ("2", dict(channel="ep"), r"channel and sms .*; dropless mixtures have their exchanges inside .*: leave them out"),
         ("2", dict(overflow="wait"), r"overflow='wait'; 'rounds', 'error', 'drop' are accepted"),
     ],
 )

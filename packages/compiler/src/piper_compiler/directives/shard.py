@@ -196,12 +196,9 @@ class Shard:
         for node in compute_nodes(self, graph, self.selection):
             if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
                 raise fail(self, 1, f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)")
-
         if (self.channel or self.sms is not None) and not any(chunk.trades for chunk in graph.program.chunks):
-            text = (
-                "channel and sms are for exchanges between chunks; dropless mixtures have theirs inside of steps: leave them out"
-            )
-            raise fail(self, 11, text)
+            text = "dropless mixtures have their exchanges inside of steps"
+            raise fail(self, 11, f"channel and sms are for exchanges between chunks; {text}: leave them out")
 
     def _check_bound(self) -> None:
         if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 < self.bound < math.inf:
