@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -58,10 +59,27 @@ def measured(turns: int) -> dict[str, list[float]]:
         for process in ranks:
             process.start()
         send.close()
-        found: dict[str, list[float]] = receive.recv()
+        found: dict[str, list[float]] = received(receive, ranks)
         for process in ranks:
             process.join()
     return found
+
+
+def received(pipe: Connection[Any, Any], ranks: Sequence[BaseProcess]) -> Any:
+    """Return what comes out of a pipe from one of these processes.
+
+    Raises RuntimeError where one of them has failed before: the others would wait for it for ever, so they are ended.
+    """
+    running = list(ranks)
+    while True:
+        ready = wait([pipe, *(process.sentinel for process in running)])
+        if failed := [f"rank {k} with exit code {p.exitcode}" for k, p in enumerate(ranks) if p.exitcode]:
+            for process in ranks:
+                process.kill()
+            raise RuntimeError(f"processes ended before they had measured: {', '.join(failed)}; what they printed says why")
+        if pipe in ready:
+            return pipe.recv()
+        running = [process for process in running if process.exitcode is None]
 
 
 def _rank(rank: int, path: str, turns: int, pipe: Connection[Any, Any]) -> None:
