@@ -73,13 +73,14 @@ def received(pipe: Connection[Any, Any], ranks: Sequence[BaseProcess]) -> Any:
     running = list(ranks)
     while True:
         ready = wait([pipe, *(process.sentinel for process in running)])
-        if failed := [f"rank {k} with exit code {p.exitcode}" for k, p in enumerate(ranks) if p.exitcode]:
+        codes = [process.exitcode for process in ranks]  # once: a process may end between two looks
+        if failed := [f"rank {k} with exit code {code}" for k, code in enumerate(codes) if code]:
             for process in ranks:
                 process.kill()
             raise RuntimeError(f"processes ended before they had measured: {', '.join(failed)}; what they printed says why")
         if pipe in ready:
             return pipe.recv()
-        running = [process for process in running if process.exitcode is None]
+        running = [process for process, code in zip(ranks, codes, strict=True) if code is None]
 
 
 def _rank(rank: int, path: str, turns: int, pipe: Connection[Any, Any]) -> None:
