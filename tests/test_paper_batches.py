@@ -11,6 +11,7 @@ from benchmarks.paper import zero_page
 from benchmarks.paper.page import write_section
 from benchmarks.paper.zero_batches import SYSTEMS, Largest, Line, Point, Setting, largest, missed, point
 from piper.models import MoEConfig
+from piper_simulator.memory import footprint
 
 MODEL = MoEConfig(
     layers=2, width=16, heads=2, kv_heads=2, hidden=32, vocab=64, length=16, qk_norm=True, experts=2, top_k=1, capacity_factor=2.0
@@ -50,6 +51,11 @@ def test_what_a_system_keeps_beside_our_plan_counts(small: Setting) -> None:
     more, none = point(small, one, 4, "all"), point(small, replace(one, more=0.0), 4, "all")
     assert more.device - none.device == more.lines["more"] > 0 == none.lines["more"]
     assert sum(more.lines.values()) == more.device
+
+
+def test_the_table_of_memory_leaves_nothing_out() -> None:
+    shown = [name for _, names in zero_page.LINES for name in names]
+    assert sorted(shown) == sorted([*footprint.LINES, *footprint.BESIDE, "more"])
 
 
 def line(system: int, batch: int) -> Line:

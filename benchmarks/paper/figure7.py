@@ -29,13 +29,13 @@ from benchmarks.paper.schedule_page import (
     WHY_HEADER,
     assumptions,
     change_cells,
-    draw7,
     line_cells,
     page7,
     ratio_cells,
     tuned_cells,
     why_cells,
 )
+from benchmarks.paper.schedule_pictures import draw7
 
 PAGE, PICTURE = ROOT / "docs" / "paper.md", ROOT / "docs" / "paper" / "figure7.png"
 TRIALS, WIDTH = 60, 150
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None, of: tuple[Setup, ...] | None = None, tri
         console.print(f"not as published: {text}", highlight=False)
     if options.write:
         write_section(PAGE, "figure7", page7(found, others, changes, best, trials))
-        draw7(found, best, PICTURE)
+        draw7(found, changes, best, PICTURE)
         console.print(f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}")
     slower = [x for x in best if (x.found.tokens_per_s or 0.0) < dual[x.setup.model].tokens_per_s or not x.found.fits]
     return 1 if slower else 0

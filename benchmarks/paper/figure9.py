@@ -23,12 +23,12 @@ from benchmarks.paper.schedule_page import (
     GRID_HEADER,
     RATE_HEADER,
     assumptions,
-    draw9,
     grid_cells,
     grid_error,
     page9,
     rate_cells,
 )
+from benchmarks.paper.schedule_pictures import draw9
 
 PAGE, PICTURE = ROOT / "docs" / "paper.md", ROOT / "docs" / "paper" / "figure9.png"
 WIDTH = 150
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None, of: list[Line] | None = None) -> int:
     printed(console, "Assumed", ("what", "how much", "source"), assumptions([x.setup for x in found], MESHES), left=3)
     if options.write:
         write_section(PAGE, "figure9", page9(found, others))
-        draw9(found, PICTURE)
+        draw9(found, others, PICTURE)
         console.print(f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}")
     error = grid_error(found)
     return 0 if error is None or abs(error) <= STEP else 1

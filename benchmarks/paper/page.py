@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +32,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(x)} |" for x in lines)
+
+
+def items(texts: Iterable[str]) -> str:
+    """Return the items of a list, each of which begins with "- ", in lines that can be read."""
+    return "\n".join(fill(text, 118, subsequent_indent="  ") for text in texts)
 
 
 def write_section(page: Path, name: str, text: str) -> None:

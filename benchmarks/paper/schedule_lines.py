@@ -27,7 +27,7 @@ class Setup:
     """Say which model is trained where.
 
     Attributes:
-        model: a preset, with experts whose places are as many as the tokens that they get on average.
+        model: a preset, with experts whose places are as many as the tokens that they get on average, unless `bound`.
         pp: stages; there are twice as many microbatches.
         width: ranks that have rows of their own, and share the experts where `shared`.
         rows: of a microbatch.
@@ -37,6 +37,7 @@ class Setup:
         precision: of parameters, gradients and states, where it is one for all; see `models.job`.
         whole: whether a node has all stages of one replica; else it has stages with all of their replicas.
         nic: bytes/s of a device to other nodes, where they are not those of the cluster.
+        bound: of dropless experts, the places of a device for received rows over their mean; None for experts with places.
     """
 
     model: str
@@ -50,13 +51,14 @@ class Setup:
     precision: str | None = None
     whole: bool = False
     nic: float | None = None
+    bound: float | None = None
 
     @property
     def config(self) -> models.MoEConfig:
         """Return the model's sizes."""
         config = self.sizes or models.preset(self.model)
         assert isinstance(config, models.MoEConfig)
-        return replace(config, capacity_factor=1.0)
+        return replace(config, capacity_factor=1.0 if self.bound is None else None)
 
     @cached_property
     def job(self) -> piper.Job:
@@ -91,7 +93,9 @@ class Setup:
         return Strategy(mesh, (*self._experts(), *[_placed(d, along) for d in stages], *replicas))
 
     def _experts(self) -> tuple[Any, ...]:
-        return tuple(piper.recipes.expert_parallel()) if self.shared else ()
+        if not self.shared:
+            return ()
+        return piper.recipes.expert_parallel() if self.bound is None else piper.recipes.expert_parallel(bound=self.bound)
 
     def schedule(self, name: str, **more: Any) -> Strategy:
         """Return the strategy of a schedule by its name here."""

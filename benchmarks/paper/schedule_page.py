@@ -1,15 +1,14 @@
-"""Tabulate and draw the paper's schedules and meshes of mixtures, and write their sections of docs/paper.md."""
+"""Tabulate the paper's schedules and meshes of mixtures, and write their sections of docs/paper.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from benchmarks.measure import machine
-from benchmarks.paper.page import markdown
+from benchmarks.paper.page import items, markdown
 from benchmarks.paper.schedule_changes import Change, Changed
+from benchmarks.paper.schedule_dropless import dropless_text
 from benchmarks.paper.schedule_lines import MESHES, POINTS, RATE, RATIOS, STACKS, STEP, Line, Published, Setup, Tuned, ratio
 from piper import models
 from piper_ir.tools import time_text
@@ -63,15 +62,14 @@ def verdicts(found: Sequence[Line]) -> str:
                 f"whose gradient takes {time_text(faster.embedding_s)}; and a backward in two parts has more kernels. If that "
                 f"cost nothing, the gain would be {alike:+.1f} %. The next table says what other assumptions do."
             )
-        out.append(fill(text, 118, subsequent_indent="  "))
-    return "\n".join(out)
+        out.append(text)
+    return items(out)
 
 
 def change_cells(x: Changed) -> tuple[str, ...]:
     """Return a change of the assumptions as text, in the order of `CHANGE_HEADER`."""
-    furthest = max(abs(ours - p.percent) for ours, p in zip(x.ratios, RATIOS, strict=True))
     ours = (f"{r:+.1f} %" for r in x.ratios)
-    return (x.change.what, x.change.source, *ours, f"{furthest:.1f} points", "yes" if x.fits else "no")
+    return (x.change.what, x.change.source, *ours, f"{max(x.apart):.1f} points", "yes" if x.fits else "no")
 
 
 def rate_cells(change: Change, x: Line) -> tuple[str, ...]:
@@ -111,7 +109,7 @@ def grid_error(found: Sequence[Line]) -> float | None:
 
 SOURCES = {
     "eager": "the artifact compiles nothing when it compares schedules (e2e_eval.py)",
-    "inductor": "the artifact may compile when it scales (e2e_eval.py)",
+    "inductor": "the artifact may compile when it scales (e2e_eval.py, not by default; test_qwen.py does by default)",
 }
 """Why these kernels are assumed."""
 
@@ -136,7 +134,11 @@ def assumptions(found: Sequence[Setup], stack: str = STACKS[0]) -> list[tuple[st
             f"{s.length} tokens, {s.rows} rows to a microbatch, twice as many microbatches as stages",
             ARTIFACT,
         ),
-        ("experts", f"{shared}; as many places as tokens on average, none padded, load 1.0", "the paper trains without a bound"),
+        (
+            "experts",
+            f"{shared}; as many places as tokens on average, none padded, load 1.0",
+            "assumed: the paper trains without a bound, see below",
+        ),
         (
             "where",
             "A100 of 40 GB, as many on a node as there are stages, HDR InfiniBand between; replicas of a stage are neighbours, "
@@ -161,7 +163,7 @@ machine was:
 
 {lines}
 
-![Tokens per second by schedule](paper/figure7.png)
+![Tokens per second by schedule, and gains beside the published ones](paper/figure7.png)
 
 "At most" is the gain at which the fullest device would compute without a pause. The last column has the same ratio with
 the kernels of {others}.
@@ -169,16 +171,18 @@ the kernels of {others}.
 {ratios}
 
 {verdicts}
+{kernels}
 
 **What each assumption is worth.** One at a time is replaced by what the paper's artifact or its machine has, where that
-differs; the last rows replace several. The ratios are those of the table above, in its order. The files are those of
+differs; some rows replace several. The ratios are those of the table above, in its order. The files are those of
 the artifact; what its authors changed between the figure and the artifact is not known. The kernels are those of the
-artifact for just this comparison. Its precision and its placement are rows only: with both, the smaller model comes
-closer to the paper, and the larger one goes beyond it.
+artifact for just this comparison. Its precision, its placement and its experts without a bound are rows only.
 
 {changes}
 
 {conclusion}
+
+{dropless}
 
 **What the tuner finds.** The same rows, microbatches and mesh, with the schedule, the sizes of the stages, ZeRO and the
 buckets as parameters: `piper tune`, {trials} trials.
@@ -204,6 +208,7 @@ Another figure scales the mixture of 1B parameters over 2, 4 and 8 stages and 2 
 ![Tokens per second by mesh](paper/figure9.png)
 
 {verdict}
+{kernels}
 - The schedule of the figure is not at hand; DualPipeV is assumed. With twice the stages there are twice the
   microbatches, so that the batch grows with the mesh.
 - The 8 x 4 mesh under other assumptions, those of the artifact:
@@ -212,8 +217,7 @@ Another figure scales the mixture of 1B parameters over 2, 4 and 8 stages and 2 
 
 - The head is as much work as several layers, and stays on one device: the more stages, the more of them wait for it.
 
-What is assumed is what the section before this one assumes, but the kernels: stack '{stack}', since
-{source}.
+What is assumed is what the section before this one assumes, but the kernels: stack '{stack}'.
 """
 
 
@@ -232,7 +236,39 @@ def conclusion(found: Sequence[Changed]) -> str:
             f"- {p.model}, {p.faster} over {p.than}: {min(every):+.1f} to {max(every):+.1f} %, {p.percent:+.0f} % in the paper; "
             f"{len(near)} of {len(found)} rows are within {POINTS:g} points."
         )
-    return "\n".join(fill(text, 118, subsequent_indent="  ") for text in out)
+    return items(out)
+
+
+def kernels7(found: Sequence[Line], others: Sequence[Sequence[Line]]) -> str:
+    """Return, as an item of a list, what the ratios would be with the kernels of meshes, and the rate with those here."""
+    text = f"- Kernels: those of `{STACKS[0]}` here, since {SOURCES[STACKS[0]]}; those of `{MESHES}` in the next section, since "
+    text += f"{SOURCES[MESHES]}. The other way round, "
+    if MESHES in STACKS[1:]:
+        theirs = others[STACKS.index(MESHES) - 1]
+        ours = [ratio(theirs, p) for p in RATIOS]
+        near = sum(abs(r - p.percent) <= POINTS for r, p in zip(ours, RATIOS, strict=True))
+        shown = ", ".join(f"{r:+.1f} %" for r in ours)
+        text += f"these ratios would be {shown} with `{MESHES}`: {near} of {len(ours)} within {POINTS:g} points. "
+    error = grid_error([x for x in found if x.schedule == "DualPipeV"])
+    if error is not None:
+        text += f"There the rate would be {judged_rate(error)} with `{STACKS[0]}`."
+    return items([text.strip()])
+
+
+def kernels9(others: Sequence[tuple[Change, Line]]) -> str:
+    """Return, as an item of a list, what the rate would be with the kernels of schedules."""
+    rates = [x.tokens_per_s for change, x in others if change.stack == STACKS[0] and not change.fields]
+    text = f"- Kernels: those of `{MESHES}`, since {SOURCES[MESHES]}. "
+    if rates:
+        text += f"With those of `{STACKS[0]}`, as in the section before, the rate would be "
+        text += f"{judged_rate(100 * (rates[0] / RATE[2] - 1))}. "
+    text += "The section before says what its ratios would be with those of this one."
+    return items([text])
+
+
+def judged_rate(error: float) -> str:
+    """Return the error of a rate, and whether it is small enough."""
+    return f"{error:+.1f} % beside the paper's, {'within' if abs(error) <= STEP else '**not** within'} {STEP:g} %"
 
 
 def page7(
@@ -246,6 +282,8 @@ def page7(
         others=other_stacks(),
         ratios=markdown(RATIO_HEADER, [ratio_cells(p, found, others) for p in RATIOS]),
         verdicts=verdicts(found),
+        kernels=kernels7(found, others),
+        dropless=dropless_text(changes),
         changes=markdown(CHANGE_HEADER, [change_cells(x) for x in changes]),
         conclusion=conclusion(changes),
         trials=trials,
@@ -261,59 +299,8 @@ def page9(found: Sequence[Line], others: Sequence[tuple[Change, Line]]) -> str:
     if error is None:
         verdict = "The mesh of the paper's number is not among these."
     else:
-        ok = "within" if abs(error) <= STEP else "**not** within"
-        verdict = f"- At 8 x 4 the rate is {error:+.1f} % beside the paper's, {ok} {STEP:g} %."
+        verdict = f"- At 8 x 4 the rate is {judged_rate(error)}."
     table = markdown(GRID_HEADER, [grid_cells(x) for x in found])
     rates = markdown(RATE_HEADER, [rate_cells(*x) for x in others])
     machine_text = fill(str(machine()), 118)
-    return TEXT9.format(machine=machine_text, grid=table, verdict=verdict, rates=rates, stack=MESHES, source=SOURCES[MESHES])
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def draw7(found: Sequence[Line], best: Sequence[Tuned], path: Path) -> None:
-    """Draw the rates of the schedules of each model, and of the tuner's plan."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(best), figsize=(5.5 * len(best), 4), layout="constrained")
-    for axis, tuned in zip(axes, best, strict=True):
-        own = [x for x in found if x.setup.model == tuned.setup.model]
-        names = [x.schedule for x in own] + ["tuned"]
-        rates = [x.tokens_per_s / 1e3 for x in own] + [(tuned.found.tokens_per_s or 0.0) / 1e3]
-        bars = axis.bar(names, rates, 0.6, color=["#33658a"] * len(own) + ["#f6ae2d"])
-        axis.bar_label(bars, [f"{r:,.0f}\n{100 * (r / rates[0] - 1):+.1f} %" for r in rates], padding=3, fontsize=9)
-        axis.set_ylim(0, 1.2 * max(rates))
-        axis.set_ylabel("thousand tokens per second")
-        axis.set_title(f"{tuned.setup.model}, {tuned.setup.pp * tuned.setup.width} A100", fontsize=10)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def draw9(found: Sequence[Line], path: Path) -> None:
-    """Draw the rates by stages, a line for each number of replicas, and the paper's number."""
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
-    for width, colour in zip(sorted({x.setup.width for x in found}), ("#86bbd8", "#33658a"), strict=False):
-        own = [x for x in found if x.setup.width == width]
-        axis.plot([x.setup.pp for x in own], [x.tokens_per_s / 1e3 for x in own], "o-", color=colour, label=f"{width} replicas")
-        for x in own:
-            at = (x.setup.pp, x.tokens_per_s / 1e3)
-            axis.annotate(f"{at[1]:,.0f}", at, textcoords="offset points", xytext=(-6, 7), ha="right", fontsize=8)
-    pp, width, published = RATE
-    axis.plot([pp], [published / 1e3], "x", color="black", label=f"the paper, {width} replicas: about {published / 1e3:,.0f}")
-    axis.set_xticks(sorted({x.setup.pp for x in found}))
-    axis.set_xlabel("stages")
-    axis.set_ylabel("thousand tokens per second")
-    axis.set_ylim(0, 1.1 * max(RATE[2] / 1e3, *(x.tokens_per_s / 1e3 for x in found)))
-    axis.set_xlim(min(x.setup.pp for x in found) - 0.8, max(x.setup.pp for x in found) + 0.6)
-    axis.legend(fontsize=8, frameon=False, loc="lower right")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    return TEXT9.format(machine=machine_text, grid=table, verdict=verdict, kernels=kernels9(others), rates=rates, stack=MESHES)

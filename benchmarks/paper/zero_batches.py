@@ -33,7 +33,7 @@ class System:
 
     Attributes:
         zero: the level of our plan that stands for it.
-        windows: arguments of `replicate`; a batch fits if it does with one of them.
+        windows: arguments of `replicate`: how long whole buckets are kept.
         policy: of recomputation, where its largest batch is compared with the published one.
         published: the largest batch by the paper; 0: none fits.
         more: bytes per parameter that it keeps beside what our plan keeps; negative if that keeps more.
@@ -42,7 +42,7 @@ class System:
 
     name: str
     zero: int
-    windows: tuple[Mapping[str, Any], ...]
+    windows: Mapping[str, Any]
     policy: str
     published: int
     more: float
@@ -51,23 +51,23 @@ class System:
 
 SYSTEMS = (
     System(
-        "pipeline x ZeRO-1", 1, ({},), "all", 0, 2.0,
+        "pipeline x ZeRO-1", 1, {}, "all", 0, 2.0,
         "bf16 parameters, float32 sums of gradients and bf16 gradients whole; master and AdamW's states shared",
     ),
     System(
-        "best other, ZeRO-2", 3, ({"resident_mb": STEP, "reduced_mb": STEP},), "products", 4, -1.5,
+        "best other, ZeRO-2", 3, {"resident_mb": STEP, "reduced_mb": STEP}, "products", 4, -1.5,
         "FSDP2, reshard never: bf16 parameters gathered and float32 gradients whole all step long; masters, AdamW's shared",
     ),
     System(
-        "best other, ZeRO-3", 3, ({"reduced_mb": STEP},), "products", 12, -1.5,
+        "best other, ZeRO-3", 3, {"reduced_mb": STEP}, "products", 12, -1.5,
         "FSDP2, reshard always: a bucket of parameters gathered at a time; float32 gradients whole all step long",
     ),
     System(
-        "Piper, ZeRO-2", 2, ({}, {"reduced_mb": STEP}), "inputs", 32, 0.0,
+        "Piper, ZeRO-2", 2, {}, "inputs", 32, 0.0,
         "bf16 parameters whole; gradients shared, in buffers from a backward to its reduce-scatter",
     ),
     System(
-        "Piper, ZeRO-3", 3, ({}, {"reduced_mb": STEP}), "inputs", 40, 0.0,
+        "Piper, ZeRO-3", 3, {}, "inputs", 40, 0.0,
         "everything shared; a bucket of parameters gathered at a time; gradients as with ZeRO-2",
     ),
 )  # fmt: skip
@@ -93,12 +93,12 @@ class Setting:
     def cluster(self) -> Cluster:
         return load_cluster(self.place)
 
-    def plan(self, system: System, rows: int, keep: str, windows: Mapping[str, Any]) -> Plan:
+    def plan(self, system: System, rows: int, keep: str) -> Plan:
         """Return the plan of a system with microbatches of so many rows."""
         job = models.job(self.model, global_batch=rows * self.microbatches * self.dp, length=self.length)
         directives = (
             *piper.recipes.one_f_one_b(pp=self.pp, microbatches=self.microbatches),
-            *piper.recipes.data_parallel(zero=system.zero, **windows),
+            *piper.recipes.data_parallel(zero=system.zero, **system.windows),
             *(() if keep == "all" else (piper.recompute(piper.where(), keep=keep),)),
         )
         strategy = piper.Strategy(piper.Mesh(pp=self.pp, dp=self.dp), directives)
@@ -134,13 +134,8 @@ class Point:
 
 
 def point(setting: Setting, system: System, rows: int, keep: str) -> Point:
-    """Return what is simulated of a batch, with the windows that take the least memory."""
-    found = (_simulated(setting, system, rows, keep, windows) for windows in system.windows)
-    return min(found, key=lambda p: p.device)
-
-
-def _simulated(setting: Setting, system: System, rows: int, keep: str, windows: Mapping[str, Any]) -> Point:
-    plan = setting.plan(system, rows, keep, windows)
+    """Return what is simulated of a batch."""
+    plan = setting.plan(system, rows, keep)
     found = piper.simulate(plan, setting.cluster)
     device = setting.cluster.device
     beside = {r.role: round(system.more * device.allocator_factor * _parameters(plan, r.role)) for r in plan.roles}

@@ -36,7 +36,10 @@ LINES = (
     ("gradient buffers", ("gradient_buffers",)),
     (
         "activations and temporaries",
-        ("activations", "activation_gradients", "logits_and_loss", "kernels", "communication_buffers"),
+        (
+            *("activations", "recomputed_activations", "activation_gradients", "communication_buffers"),
+            *("logits_and_loss", "kernels", "update", "batch", "scalars"),
+        ),
     ),
     ("allocator, context", ("allocator_reserve", "context")),
     ("communicators", ("group_communicators", "pair_communicators")),
@@ -106,9 +109,7 @@ machine was:
 Each system is a plan of ours that keeps what the system keeps. A batch is the rows of a microbatch, with a decimal for
 what is left on the device beside whole rows; batches below {smallest} count as out of memory. The last three columns have
 the same policy of recomputation for all systems. The table is also in [figure8.csv](paper/figure8.csv). A policy is one
-of `recompute`: "all" recomputes nothing, "inputs" everything. Where that takes less memory, our plans keep gradients
-whole until the step ends (`reduced_mb="step"`): at a few rows reduce-scatters last longer than the compute between
-them, and the buffers that wait for them pile up.
+of `recompute`: "all" recomputes nothing, "inputs" everything.
 
 {table}
 
