@@ -92,9 +92,12 @@ def _turned(rows: Tensor, sizes: list[list[int]]) -> Tensor:
 
 
 class TorchMixture:
-    """Train a mixture on rows of its own per rank; the gradients of experts are terms of the mean over ranks."""
+    """Train a mixture on rows of its own per rank; the gradients of experts are terms of the mean over ranks.
 
-    def __init__(self, regime: MixtureRegime, seed: int, global_batch: int, rank: int) -> None:
+    With `own_groups` gradients have a process group of their own too, whose threads are started here.
+    """
+
+    def __init__(self, regime: MixtureRegime, seed: int, global_batch: int, rank: int, own_groups: bool = False) -> None:
         self.losses: list[float] = []
         self._regime, self._size, self._step = regime, global_batch, 0
         self._world = dist.get_world_size()
@@ -106,7 +109,8 @@ class TorchMixture:
         self._experts = list(experts.values())
         alone = [*experts, *(name for name, _ in model.named_buffers())]  # buffers are constants here
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alone)
-        self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        others = dist.new_group() if own_groups else None  # None is the one of the process
+        self._model = DistributedDataParallel(model, process_group=others, gradient_as_bucket_view=True)
         self._optimizer = fused_adamw(model)
         rows = global_batch // self._world
         self._rows = range(rank * rows, (rank + 1) * rows)

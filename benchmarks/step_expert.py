@@ -2,11 +2,12 @@
 
 Processes and data are those of `benchmarks.step_time`, in float32 over gloo. Both sides take every token, whatever
 experts are chosen: torch's exchanges as many rows as there are, ours rounds of at most 1.25 x the mean, the default.
+Each side's ranks are where its launcher has them; rows without a goal have torch's on cores of their own, as ours are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import piper
@@ -15,6 +16,7 @@ from benchmarks.measure import Goal, Row, median_interval
 from benchmarks.step_kinds import WORLD
 from benchmarks.step_sides import Setup
 from benchmarks.step_time import profile_rows, run, shipped_code
+from benchmarks.step_worker import Measured
 
 PAIRS, QUICK_PAIRS = 60, 6
 GOAL = Goal("above", 0.98)
@@ -49,6 +51,16 @@ def compared(regime: MixtureRegime, pairs: int) -> list[Row]:
     used = f"both ranks; ours {median(cpu) * 1e3:.2f} ms/step, torch {median(cpu_torch) * 1e3:.2f}"
     return [
         Row("experts", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note, judged=low),
+        *placed_rows(title, measured, ours),
         Row("experts", f"{title}: CPU time, torch/ours", of_cpu, "ratio", cpu_low, cpu_high, note=used),
         *profile_rows("experts", title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]),
     ]
+
+
+def placed_rows(title: str, measured: Sequence[Measured], ours: Sequence[float]) -> Iterator[Row]:
+    """Yield the same ratio with torch's ranks on cores of their own, as ours are, by what their threads do."""
+    for way in measured[0].placed:
+        seconds = [max(t.wall_s for t in pair) for pair in zip(*[m.placed[way] for m in measured], strict=True)]
+        ratio, low, high = median_interval([t / o for t, o in zip(seconds, ours, strict=True)])
+        note = f"torch {median(seconds) * 1e3:.2f} ms/step"
+        yield Row("experts", f"{title}: torch on our cores, {way}: torch/ours", ratio, "ratio", low, high, note=note)

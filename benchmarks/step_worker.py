@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.fsdp2_side import TorchSharded, most_allocated
+from benchmarks.step_placed import placed
 from benchmarks.step_profile import Profile, profiled
 from benchmarks.step_sides import Ours, Setup, Side, theirs
 from piper_runtime.engine import core_share
@@ -48,11 +50,13 @@ class Measured:
     """Hold what one rank has seen.
 
     Seconds per step of each timed run have one entry per pair, by the clock and of the process's CPU time; `forward_s`
-    are those of each forward of ours. Peaks are the most bytes in a step, where torch's side shares states.
+    are those of each forward of ours. `placed` has torch's side again, by how its ranks are placed (`step_placed`).
+    Peaks are the most bytes in a step, where torch's side shares states.
     """
 
     ours: list[Timing] = field(default_factory=list)
     theirs: list[Timing] = field(default_factory=list)
+    placed: dict[str, list[Timing]] = field(default_factory=dict)
     forward_s: list[float] = field(default_factory=list)
     profile_ours: Profile = field(default_factory=dict)
     profile_theirs: Profile = field(default_factory=dict)
@@ -88,22 +92,28 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
         "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
 
-    def cores(side: Side) -> AbstractContextManager[object]:
-        """Have a side where its launcher has it: ours on a core of its own, torch's where the system puts it."""
-        return core_share(torch.device("cpu"), rank, world) if isinstance(side, Ours) else nullcontext()
-
-    with core_share(torch.device("cpu"), rank, world):  # threads that carry messages, too
+    share = partial(core_share, torch.device("cpu"), rank, world)
+    with share():  # threads that carry messages, too
         a = Ours(setup, rank, store)
     b = theirs(setup, rank)
-    for side in (a, b):
+    with share():
+        others = placed(setup, rank)
+
+    def cores(side: Side) -> AbstractContextManager[object]:
+        """Have a side where its launcher has it: ours on a core of its own, torch's where the system puts it."""
+        return nullcontext() if side is b else share()
+
+    for side in (a, b, *others.values()):
         with cores(side):
             for _ in range(WARM_UP):
                 side.step()
                 alive()
-    check_same_training(a, b, setup.tolerance)
-    out = Measured()
+        if side is not a:
+            check_same_training(a, side, setup.tolerance)
+    out = Measured(placed={way: [] for way in others})
     for pair in range(pairs):
         order: list[tuple[Side, list[Timing]]] = [(a, out.ours), (b, out.theirs)]
+        order += [(side, out.placed[way]) for way, side in others.items()]
         for side, timings in order if pair % 2 == 0 else reversed(order):
             with cores(side):
                 timings.append(_timed(side.step, setup.regime.steps))
