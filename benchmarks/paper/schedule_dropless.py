@@ -18,8 +18,8 @@ TEXT = """\
 **Dropless experts.** The paper trains without a bound on the tokens of an expert. In our dropless plans devices exchange
 tokens inside of steps, on the stream that computes ([decision 28](decisions/0028-dropless.md)): nothing hides these
 exchanges under any schedule, DualPipeV included, and they count as compute. With places they are instructions, which
-computing can hide. A device has places for `bound` times the rows that come on average, and its products compute all of
-them. A pause of the fullest device is all that another schedule can win.
+computing can hide. A device has places for `bound` times the rows that come on average: its products are of the rows,
+its element-wise work and its messages of the places. A pause of the fullest device is all that another schedule can win.
 """
 
 
@@ -92,6 +92,6 @@ def reason(places: Line, dropless: Line, mean: Line) -> str:
     sent, rows, rest = (f"{1e3 * s:+.1f} ms" for s in parts)
     return (
         f"- {places.setup.model}, {places.schedule}: the fullest device computes {time_text(dropless.fullest_s)} and not "
-        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many rows {rows}, all else {rest} (sums for further rounds, "
+        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {rows}, all else {rest} (sums for further rounds, "
         f"less the counting of places). It pauses {time_text(_pause(dropless))} and not {time_text(_pause(places))}."
     )
