@@ -74,17 +74,19 @@ def rank_load_sheet(history: ExpertHistory, plan: Plan | None) -> Sheet | None:
         return None
     size = len(layers[0].tokens) // ranks
     recent = [ranks_over_mean(layer.recent_tokens(), ranks) for layer in layers]
+    owners: dict[int, list[int]] = {}
+    for rank in range(plan.mesh.world):
+        owners.setdefault(plan.mesh.index_along(plan.experts, rank), []).append(rank)
     rows: list[list[Any]] = []
     for place in range(ranks):
         worst = max(layers, key=lambda layer: layer.by_rank.worst[place])
         total, steps = sum(layer.by_rank.totals[place] for layer in layers), sum(layer.by_rank.steps for layer in layers)
-        whose = ranks_text([r for r in range(plan.mesh.world) if plan.mesh.index_along(plan.experts, r) == place])
         same = len({len(layer.tokens) for layer in layers}) == 1
         experts = (f"{place * size}-{(place + 1) * size - 1}" if size > 1 else f"{place}") if same else None
         mean = total / steps if steps else None
         last = _mean(of[place] for of in recent if of) if len(history.steps) > RECENT else None
         at = history.steps[worst.by_rank.at[place]]
-        rows.append([place, whose, experts, mean, worst.by_rank.worst[place], at, worst.module, last])
+        rows.append([place, ranks_text(owners[place]), experts, mean, worst.by_rank.worst[place], at, worst.module, last])
     columns = [Column("part", "+".join(plan.experts)), Column("ranks", "ranks"), Column("experts", "experts"),
                Column("mean", "mean", _load), Column("worst", "worst", _load), Column("worst_step", "in step"),
                Column("worst_layer", "in layer"), Column("last", _last(history), _load)]  # fmt: skip
