@@ -96,6 +96,22 @@ def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_
     assert lies(made.plan, run(made).memory)
 
 
+def test_gradients_of_experts_are_those_of_one_device_to_the_bit_where_there_are_no_further_rounds() -> None:
+    """Rows of further rounds are added behind those of round 0, so sums differ in their last bits."""
+    work, rows = replace(job("2"), clip_norm=None), recipes.data_parallel(over=("dp", "ep"))
+
+    def gradients(mesh: Mesh, *directives: Any) -> dict[str, Tensor]:
+        found = run(piper.compile(work, Strategy(mesh, directives))).gradients[0]
+        return {name: grad for name, grad in found.items() if name.endswith((".up", ".down"))}
+
+    one = gradients(Mesh())
+    for bound, same in ((2.0, True), (1.25, False)):
+        four = gradients(Mesh(ep=DEVICES), shared(bound=bound), *rows)
+        assert one and all(torch.equal(four[name], one[name]) for name in one) == same
+        for name in one:
+            torch.testing.assert_close(four[name], one[name], rtol=0, atol=2e-15 * one[name].abs().max().item())
+
+
 def test_a_device_has_its_experts_and_reduces_the_rest() -> None:
     made = compiled("uniform", Mesh(ep=DEVICES))
     layouts = {p.name: p.layout for p in made.plan.params}
