@@ -92,6 +92,6 @@ def reason(places: Line, dropless: Line, mean: Line) -> str:
     sent, rows, rest = (f"{1e3 * s:+.1f} ms" for s in parts)
     return (
         f"- {places.setup.model}, {places.schedule}: the fullest device computes {time_text(dropless.fullest_s)} and not "
-        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {rows}, all else {rest} (sums for further rounds, "
-        f"less the counting of places). It pauses {time_text(_pause(dropless))} and not {time_text(_pause(places))}."
+        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {rows}, all else {rest}. "
+        f"It pauses {time_text(_pause(dropless))} and not {time_text(_pause(places))}."
     )
