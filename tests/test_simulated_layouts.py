@@ -16,6 +16,7 @@ import piper
 from piper import Mesh, Strategy, models, recipes
 from piper.api.tuning_problem import problem_of
 from piper.cli import app
+from piper.views.explain_exchanges import exchanges
 from piper_autotune.problem import Programs, wanted_by
 from piper_autotune.sketch import Sketches
 from piper_compiler import directive, shardings_of, site_field
@@ -155,8 +156,11 @@ def test_dropless_experts_exchange_inside_of_steps_and_keep_in_step() -> None:
     assert simulate(of, H100).inside_comm_s == pytest.approx(sum(found.values())) and sum(found.values()) > 0
     pairs = sorted(instances(of, next(c for c in of.channels if c.purpose == "tensor")))
     assert sorted(r.ranks for r in split(of, slow, shared=False).plan.roles) == pairs
+    told = exchanges(of)
+    assert told.startswith("dropless experts: what devices along ep=2 exchange inside of steps") and "FLOPs" not in told
+    assert "F: 1 all_gather of 64 B, 2 all_to_all of 40 KiB\n" in told and "I: 2 all_to_all of 40 KiB\n" in told
     between = dropless(capacity=1.0)
-    assert simulate(between, H100).inside_comm_s == 0.0
+    assert simulate(between, H100).inside_comm_s == 0.0 and exchanges(between) == ""
     assert axes_inside(of) == ("ep",) and axes_inside(between) == () == axes_inside(plan(tp=1)) and axes_inside(plan()) == ("tp",)
 
 

@@ -1,4 +1,4 @@
-"""Explain what devices that share the work of chunks exchange inside of steps, and what each of them computes whole."""
+"""Explain what devices exchange inside of steps, and what those that share the work of chunks compute whole."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.sizes import bind
 from piper_ir.tools import size_text
-from piper_simulator import repeated_share
+from piper_simulator import axes_inside, repeated_share
 
 
 def exchanges(plan: Plan) -> str:
-    """Return per role the messages inside of the steps of a training step; "" where devices share no chunks."""
-    if not plan.shared:
+    """Return per role the messages inside of the steps of a training step; "" where there are none."""
+    met = axes_inside(plan)
+    if not met:
         return ""
-    axes = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in plan.shared)
-    lines = [f"shared chunks: what devices along {axes} exchange inside of steps"]
+    axes = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in met)
+    what = "shared chunks" if plan.shared else "dropless experts"
+    lines = [f"{what}: what devices along {axes} exchange inside of steps"]
     lines += [f"  {role.role:10} {text}" for role in plan.roles for text in _messages(plan, role)]
     kept, whole = (sum(bind(p.spec.nbytes, plan.rows) for p in params) for params in (plan.params, plan.whole_params))
     lines.append(f"  a device keeps {size_text(kept)} of {size_text(whole)} of parameters")
-    lines.append(f"  {repeated_share(plan):.1%} of the FLOPs repeat what another of these devices computes")
+    if plan.shared:
+        lines.append(f"  {repeated_share(plan):.1%} of the FLOPs repeat what another of these devices computes")
     return "\n".join(lines)
 
 
@@ -30,7 +33,8 @@ def _messages(plan: Plan, role: RolePlan) -> Iterator[str]:
     for op in (p.op for instr in role.program for p in instr.parts if isinstance(p.op, Compute)):
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         for sent in plan.chunk(op.variant).steps[op.step].collectives:
-            found.setdefault(op.step, {}).setdefault(sent.kind, []).append(bind(sent.nbytes, plan.rows))
+            if nbytes := bind(sent.nbytes, plan.rows):  # further rounds have none in a plan
+                found.setdefault(op.step, {}).setdefault(sent.kind, []).append(nbytes)
     for step, kinds in found.items():
         listed = ", ".join(f"{len(sizes)} {kind} of {size_text(sum(sizes))}" for kind, sizes in kinds.items())
         yield f"{step}: {listed}"

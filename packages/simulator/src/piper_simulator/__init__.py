@@ -18,6 +18,7 @@ from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, Zipf
+from piper_simulator.durations.instances import axes_inside
 from piper_simulator.durations.kernels import launch_count, step_seconds
 from piper_simulator.explanation.causes import Cause
 from piper_simulator.explanation.comparison import Comparison, StepDifference, compare
@@ -75,6 +76,7 @@ __all__ = [
     "rank_group",
     "read_messages",
     "route",
+    "axes_inside",
     "repeated_share",
     "run_engine",
     "simulate",
