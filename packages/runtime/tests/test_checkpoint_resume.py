@@ -180,7 +180,7 @@ def test_a_run_that_fails_leaves_no_half_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_leaves_checkpoints_that_another_strategy_goes_on_from(tmp_path: Path) -> None:
-    """Rank 1 is killed in step 3, while or after step 2 is saved; what was completed is good, and nothing else is left."""
+    """Rank 1 is killed as it gets step 3's rows, in step 3 or one ahead; what was completed is good, and nothing else is left."""
     once = tmp_path / "killed"
 
     def deadly(step: int, rows: range) -> Any:
@@ -191,10 +191,10 @@ def test_a_killed_rank_leaves_checkpoints_that_another_strategy_goes_on_from(tmp
 
     plan, job = chain(pp=1, dp=2, microbatches=2, batch=deadly, optimizer=adamw)
     settings = Checkpoints(tmp_path / "saved", every=1, keep=None)
-    with pytest.raises(ExecutionError, match=r"rank 1 was killed by SIGKILL.* in step 3"):
+    with pytest.raises(ExecutionError, match=r"rank 1 was killed by SIGKILL.* in step [23]"):
         run(plan, job, steps=6, launcher="processes", checkpoint=settings)
     done = [*complete_checkpoints(tmp_path / "saved")]
-    assert once.exists() and done in ([1, 2], [1, 2, 3])
+    assert once.exists() and done in ([1], [1, 2], [1, 2, 3])
     assert {p.name for p in (tmp_path / "saved").iterdir()} == {f"step-0000000{n}" for n in done}
     other, same_job = chain(pp=2, microbatches=4, optimizer=adamw)
     whole = run(other, same_job, steps=6)

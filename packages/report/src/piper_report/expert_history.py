@@ -19,7 +19,7 @@ RECENT = 10
 
 
 @dataclass(slots=True)
-class Loads:
+class LoadHistory:
     """Hold a load over the mean in each step: nan in steps without tokens."""
 
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -89,8 +89,8 @@ class LayerLoad:
     ranks: int
     tokens: list[int]
     by_rank: RankTally
-    expert: Loads = field(default_factory=Loads)
-    rank: Loads = field(default_factory=Loads)
+    expert: LoadHistory = field(default_factory=LoadHistory)
+    rank: LoadHistory = field(default_factory=LoadHistory)
     recent: deque[Sequence[int]] = field(default_factory=lambda: deque(maxlen=RECENT))
     overflow: int = 0
     dropped: int | None = None
@@ -141,7 +141,7 @@ class ExpertHistory:
     def __init__(self, plan: Plan | None = None) -> None:
         self.steps = array("q")
         self.layers: dict[str, LayerLoad] = {}
-        self.rank_of_step = Loads()
+        self.rank_of_step = LoadHistory()
         self._plan = plan
 
     def add(self, step: int, found: Any, where: str) -> None:

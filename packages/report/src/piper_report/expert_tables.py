@@ -8,7 +8,7 @@ from typing import Any
 
 from piper_ir.plan import Plan
 from piper_ir.tools import ranks_text
-from piper_report.expert_history import RECENT, ExpertHistory, LayerLoad, Loads, over_mean, ranks_over_mean
+from piper_report.expert_history import RECENT, ExpertHistory, LayerLoad, LoadHistory, over_mean, ranks_over_mean
 from piper_report.results import Results
 from piper_report.summary import percent
 from piper_report.tables import Column, Sheet, sheet
@@ -137,7 +137,7 @@ def _trades_rows(plan: Plan | None) -> bool:
     return any(c.mean_nbytes != 0 for step in steps for c in step.collectives)
 
 
-def _worst(loads: Loads) -> float:
+def _worst(loads: LoadHistory) -> float:
     found = loads.worst()
     return found[0] if found else 0.0
 
