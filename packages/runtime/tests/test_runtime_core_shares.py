@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from packages.runtime.tests.handmade import batch
 from piper_runtime.engine import core_shares as module
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.ray_placement import RankHost, same_machine
+from piper_runtime.launch.worker import WorkerContext
 from piper_runtime.rank.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
 
@@ -101,6 +104,18 @@ def test_ranks_compute_where_a_sandbox_refuses_them_a_share(monkeypatch: pytest.
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
     with core_share(CPU, 0, 2) as found:
         assert found, "there are as many cores as ranks"
+
+
+def test_cores_are_divided_among_the_ranks_of_a_machine() -> None:
+    """Six ranks on two machines, one of which runs two nodes of Ray; plans of all of them, and of the first four."""
+    nodes = zip("aaabbc", "112211", strict=True)
+    places = [RankHost(rank, node, node, address, here=False) for rank, (node, address) in enumerate(nodes)]
+    context = WorkerContext(5, *[cast(Any, None)] * 3)
+    assert context.on_machine(6) == (5, 6), "nobody knows better"
+    found = {r: replace(context, rank=r, machine=same_machine(places, r)) for r in range(6)}
+    assert [found[r].on_machine(6) for r in range(6)] == [(0, 4), (1, 4), (0, 2), (1, 2), (2, 4), (3, 4)]
+    assert [found[r].on_machine(4) for r in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert replace(context, local_rank=1, local_world=3).on_machine(6) == (1, 3), "torchrun says it"
 
 
 @pytest.mark.usefixtures("one_thread")

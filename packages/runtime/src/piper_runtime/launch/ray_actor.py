@@ -64,11 +64,11 @@ class RankActor:
         port: int = self._store.port
         return port
 
-    def connect(self, host: str, port: int, interface: str) -> None:
-        """Join the store; peers reach this rank under the address `interface`."""
+    def connect(self, host: str, port: int, interface: str, machine: tuple[int, ...]) -> None:
+        """Join the store; peers reach this rank at `interface`, and `machine` are the ranks that share its machine."""
         store = self._store or _store(host, port, self._world, master=False)
         # Ray shows an actor that asked for a device this one only.
-        local = (0, 1) if OWN_DEVICE in os.environ else (None, None)
+        local = (0, 1, machine) if OWN_DEVICE in os.environ else (None, None, machine)
         communicators = GlooCommunicators(store, self._rank, interface)
         self._context = WorkerContext(self._rank, communicators, self._heart, self._said.append, *local)  # type: ignore[arg-type]  # as in worker_process
 

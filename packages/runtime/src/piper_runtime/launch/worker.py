@@ -59,6 +59,7 @@ class WorkerContext:
         tell: sends a message to the launcher and does not wait for it.
         local_rank: the rank's number among those that see the same devices; None: all ranks of the plan do.
         local_world: the most of them on any node; None: all ranks of the plan.
+        machine: the ranks that may use the same cores; None: all ranks of the plan do.
     """
 
     rank: int
@@ -67,6 +68,15 @@ class WorkerContext:
     tell: Callable[[Any], None]
     local_rank: int | None = None
     local_world: int | None = None
+    machine: tuple[int, ...] | None = None
+
+    def on_machine(self, world: int) -> tuple[int, int]:
+        """Return the number of this rank among those of its machine, and their count, for a plan of `world` ranks."""
+        if self.machine is not None:
+            ranks = [rank for rank in self.machine if rank < world]
+            return ranks.index(self.rank), len(ranks)
+        number = self.rank if self.local_rank is None else self.local_rank
+        return number, world if self.local_world is None else self.local_world
 
 
 def warm_up() -> None:
@@ -103,7 +113,8 @@ def perform(context: WorkerContext, request: object) -> Any:
             return run(context, request)
         case ProfileRequest():
             local_rank = context.rank if context.local_rank is None else context.local_rank
-            return profile(context.rank, request, context.communicators, context.heart, local_rank, context.local_world)
+            local = local_rank, context.local_world
+            return profile(context.rank, request, context.communicators, context.heart, *local, context.on_machine)
         case EmulationRequest():
             return emulate_rank(context.rank, request, context.communicators, context.heart)
     raise ExecutionError(f"rank {context.rank} cannot perform a {type(request).__name__}")
@@ -114,7 +125,7 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     plan: Plan = pickle.loads(request.plan)
     local_rank = context.rank if context.local_rank is None else context.local_rank
     device = take_device(request.device, local_rank)
-    with core_share(device, local_rank, plan.mesh.world if context.local_world is None else context.local_world):
+    with core_share(device, *context.on_machine(plan.mesh.world)):
         return _run(context, request, plan, device)
 
 
