@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,9 +21,8 @@ from hypothesis import strategies as st
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
 from piper_runtime.engine import core_shares as module
-from piper_runtime.engine.core_shares import core_share
+from piper_runtime.engine.core_shares import core_share, core_sharers
 from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.ray_placement import RankHost, same_machine
 from piper_runtime.launch.worker import WorkerContext
 from piper_runtime.rank.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -106,16 +107,23 @@ def test_ranks_compute_where_a_sandbox_refuses_them_a_share(monkeypatch: pytest.
         assert found, "there are as many cores as ranks"
 
 
-def test_cores_are_divided_among_the_ranks_of_a_machine() -> None:
-    """Six ranks on two machines, one of which runs two nodes of Ray; plans of all of them, and of the first four."""
-    nodes = zip("aaabbc", "112211", strict=True)
-    places = [RankHost(rank, node, node, address, here=False) for rank, (node, address) in enumerate(nodes)]
-    context = WorkerContext(5, *[cast(Any, None)] * 3)
-    assert context.on_machine(6) == (5, 6), "nobody knows better"
-    found = {r: replace(context, rank=r, machine=same_machine(places, r)) for r in range(6)}
-    assert [found[r].on_machine(6) for r in range(6)] == [(0, 4), (1, 4), (0, 2), (1, 2), (2, 4), (3, 4)]
-    assert [found[r].on_machine(4) for r in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert replace(context, local_rank=1, local_world=3).on_machine(6) == (1, 3), "torchrun says it"
+def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two machines, one binds each rank to a core of its own, and the other lets its ranks run on both cores."""
+    here = threading.local()
+    monkeypatch.setattr(module, "os", SimpleNamespace(sched_getaffinity=lambda pid: here.cores))
+    monkeypatch.setattr(module, "platform", SimpleNamespace(node=lambda: here.node))
+    store = dist.HashStore()
+
+    def joined(rank: int, place: tuple[str, set[int]]) -> WorkerContext:
+        here.node, here.cores = place
+        return WorkerContext(rank, *[cast(Any, None)] * 3, core_sharers=core_sharers(store, rank, len(places)))
+
+    places = [("bound", {0}), ("bound", {1}), ("free", {0, 1}), ("free", {1, 0}), ("bound", {0, 1})]
+    with ThreadPoolExecutor(len(places)) as pool:
+        found = list(pool.map(joined, range(len(places)), places))
+    assert [context.on_cores(5) for context in found] == [(0, 1), (0, 1), (0, 2), (1, 2), (0, 1)]
+    assert found[2].on_cores(3) == (0, 1), "a plan of three ranks leaves the last of the team out"
+    assert replace(found[2], core_sharers=None).on_cores(5) == (2, 5), "processes of one launcher are on the same cores"
 
 
 @pytest.mark.usefixtures("one_thread")

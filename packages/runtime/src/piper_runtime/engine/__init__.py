@@ -3,7 +3,7 @@
 May import: rank.
 """
 
-from piper_runtime.engine.core_shares import core_share
+from piper_runtime.engine.core_shares import core_share, core_sharers
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.memory import MemoryRecord
@@ -19,4 +19,5 @@ __all__ = [
     "Posted",
     "StagedStreams",
     "core_share",
+    "core_sharers",
 ]

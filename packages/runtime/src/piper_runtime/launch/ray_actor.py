@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from piper_runtime.checkpoint.host_snapshots import drop_snapshots
+from piper_runtime.engine import core_sharers
 from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import Environment, environment
 from piper_runtime.launch.watch import LOADING_HEART
@@ -64,13 +65,14 @@ class RankActor:
         port: int = self._store.port
         return port
 
-    def connect(self, host: str, port: int, interface: str, machine: tuple[int, ...]) -> None:
-        """Join the store; peers reach this rank at `interface`, and `machine` are the ranks that share its machine."""
+    def connect(self, host: str, port: int, interface: str) -> None:
+        """Join the store; peers reach this rank under the address `interface`."""
         store = self._store or _store(host, port, self._world, master=False)
         # Ray shows an actor that asked for a device this one only.
-        local = (0, 1, machine) if OWN_DEVICE in os.environ else (None, None, machine)
+        local_rank, local_world = (0, 1) if OWN_DEVICE in os.environ else (None, None)
+        sharers = core_sharers(store, self._rank, self._world)
         communicators = GlooCommunicators(store, self._rank, interface)
-        self._context = WorkerContext(self._rank, communicators, self._heart, self._said.append, *local)  # type: ignore[arg-type]  # as in worker_process
+        self._context = WorkerContext(self._rank, communicators, self._heart, self._said.append, local_rank, local_world, sharers)  # type: ignore[arg-type]  # as in worker_process
 
     def clock(self) -> float:
         """Return the time on the clock of this rank."""

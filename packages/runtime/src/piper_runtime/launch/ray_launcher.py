@@ -25,7 +25,7 @@ from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.progress import OnSave, OnStep
 from piper_runtime.launch.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.launch.ray_cluster import RayLink, connect
-from piper_runtime.launch.ray_placement import RankHost, SpareRoom, place_ranks, ranks_that_fit, same_machine
+from piper_runtime.launch.ray_placement import RankHost, SpareRoom, place_ranks, ranks_that_fit
 from piper_runtime.launch.report import aligned
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S
 from piper_runtime.rank import device
@@ -299,8 +299,7 @@ def _rendezvous(team: _Team, *, alone: bool) -> None:
     """Join all ranks in a store on rank 0's node; if `alone`, all are on one node, where loopback is enough."""
     interfaces = [LOOPBACK if alone else place.address for place in team.places]
     port = team.ask("open a store", {team.actors[0].host_store.remote(interfaces[0]): 0})[0]
-    machines = [same_machine(team.places, rank) for rank in range(len(team.places))]
-    joins = {a.connect.remote(interfaces[0], port, interfaces[r], machines[r]): r for r, a in enumerate(team.actors)}
+    joins = {a.connect.remote(interfaces[0], port, interfaces[r]): r for r, a in enumerate(team.actors)}
     team.ask(f"reach rank 0 at {interfaces[0]}:{port}", joins)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,11 +57,6 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
             RankHost(bundle, node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"] == here)
         )
     return group, places
-
-
-def same_machine(places: Sequence[RankHost], rank: int) -> tuple[int, ...]:
-    """Return the ranks on the machine of a rank, which may run several nodes of Ray."""
-    return tuple(other for other, place in enumerate(places) if place.address == places[rank].address)
 
 
 def ranks_that_fit(ray: Any, gpus: int) -> int:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import piper_ir.errors
 from piper_ir.errors import ExecutionError, HangError, PiperError
 from piper_ir.plan import Plan
+from piper_runtime.engine import core_sharers
 from piper_runtime.launch.progress import OnSave, OnStep, Progress
 from piper_runtime.launch.protocol import Failure, first_step
 from piper_runtime.launch.report import RankReport, aligned
@@ -92,12 +93,14 @@ def _join() -> _Member:
         communicators = GlooCommunicators(dist.PrefixStore("channels", store), rank, interface)
         everyone = communicators.group("everyone", list(range(world))) if world > 1 else None
         clock = (0.0, 0.0) if interface == LOOPBACK else clock_ahead(everyone, rank, world)
-        local = [_number(name) if name in os.environ else None for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        local_rank, local_world = (_number(name) if name in os.environ else None for name in names)
 
         def tell(message: Any) -> None:
             said.put(aligned(message, *clock))
 
-        context = WorkerContext(rank, communicators, heart, tell, *local)  # type: ignore[arg-type]  # as in worker
+        sharers = core_sharers(store, rank, world)
+        context = WorkerContext(rank, communicators, heart, tell, local_rank, local_world, sharers)  # type: ignore[arg-type]  # as in worker
         _member = _Member(context, store, everyone, said, clock)
         atexit.register(_leave)
     return _member

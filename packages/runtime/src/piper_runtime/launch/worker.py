@@ -59,7 +59,7 @@ class WorkerContext:
         tell: sends a message to the launcher and does not wait for it.
         local_rank: the rank's number among those that see the same devices; None: all ranks of the plan do.
         local_world: the most of them on any node; None: all ranks of the plan.
-        machine: the ranks that may use the same cores; None: all ranks of the plan do.
+        core_sharers: the ranks that may run on the same cores; None: all ranks of the plan.
     """
 
     rank: int
@@ -68,15 +68,12 @@ class WorkerContext:
     tell: Callable[[Any], None]
     local_rank: int | None = None
     local_world: int | None = None
-    machine: tuple[int, ...] | None = None
+    core_sharers: tuple[int, ...] | None = None
 
-    def on_machine(self, world: int) -> tuple[int, int]:
-        """Return the number of this rank among those of its machine, and their count, for a plan of `world` ranks."""
-        if self.machine is not None:
-            ranks = [rank for rank in self.machine if rank < world]
-            return ranks.index(self.rank), len(ranks)
-        number = self.rank if self.local_rank is None else self.local_rank
-        return number, world if self.local_world is None else self.local_world
+    def on_cores(self, world: int) -> tuple[int, int]:
+        """Return the number of this rank among those that share its cores, and their count, of `world` ranks."""
+        ranks = range(world) if self.core_sharers is None else [rank for rank in self.core_sharers if rank < world]
+        return ranks.index(self.rank), len(ranks)
 
 
 def warm_up() -> None:
@@ -114,7 +111,7 @@ def perform(context: WorkerContext, request: object) -> Any:
         case ProfileRequest():
             local_rank = context.rank if context.local_rank is None else context.local_rank
             local = local_rank, context.local_world
-            return profile(context.rank, request, context.communicators, context.heart, *local, context.on_machine)
+            return profile(context.rank, request, context.communicators, context.heart, *local, context.on_cores)
         case EmulationRequest():
             return emulate_rank(context.rank, request, context.communicators, context.heart)
     raise ExecutionError(f"rank {context.rank} cannot perform a {type(request).__name__}")
@@ -125,7 +122,7 @@ def run(context: WorkerContext, request: Request) -> RankReport:
     plan: Plan = pickle.loads(request.plan)
     local_rank = context.rank if context.local_rank is None else context.local_rank
     device = take_device(request.device, local_rank)
-    with core_share(device, *context.on_machine(plan.mesh.world)):
+    with core_share(device, *context.on_cores(plan.mesh.world)):
         return _run(context, request, plan, device)
 
 

@@ -124,12 +124,12 @@ def profile(
     heart: Heartbeat,
     local_rank: int,
     local_world: int | None,
-    on_machine: Callable[[int], tuple[int, int]],
+    on_cores: Callable[[int], tuple[int, int]],
 ) -> ProfileReport:
     """Return all measurements of a request; raise ExecutionError when the ranks of a node share a CUDA device.
 
     `local_rank` is the rank's number among those of its node, at most `local_world`; None: all ranks of the plan.
-    `on_machine` is that of `WorkerContext`.
+    `on_cores` is that of `WorkerContext`.
     """
     device, plan = take_device(request.device, local_rank), pickle.loads(request.plan)
     local_world = plan.mesh.world if local_world is None else local_world
@@ -140,7 +140,7 @@ def profile(
             "other is not simulated; profile a strategy of at most as many ranks as there are devices"
         )
     nccl = nccl_of(communicators, device) if transport == "nccl" else None
-    with core_share(device, *on_machine(plan.mesh.world)) as own_core, torch.no_grad():
+    with core_share(device, *on_cores(plan.mesh.world)) as own_core, torch.no_grad():
         # Ranks that share cores take turns in a run, too, and their durations hold for as many ranks only.
         profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl, own_core)
         profiler.compute(memory=nccl is None or not nccl.in_use)
