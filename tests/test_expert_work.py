@@ -14,10 +14,13 @@ from torch import Tensor
 import piper
 from piper import Mesh, Strategy, models, recipes
 from piper_ir.errors import PlanError
+from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
 from piper_ops import rounds
 from piper_simulator import DeviceModel, Zipf, load_cluster, simulate
+from piper_simulator.contention.loads import _pieces
+from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.expert_loads import mixture_of
 from piper_simulator.durations.expert_work import loaded, messages, places_over_mean
 from piper_simulator.durations.kernels import step_seconds
@@ -143,6 +146,18 @@ def test_a_prediction_is_the_mean_over_the_loads() -> None:
 
     even, full, both = took((1.0, 1.0)), took((1.4, 1.0)), took((1.0, 0.5), (1.4, 0.5))
     assert both == pytest.approx([(a + b) / 2 for a, b in zip(even, full, strict=True)]) and both[0] > took((1.2, 1.0))[0]
+
+
+def test_messages_of_rare_further_rounds_share_links_as_others_do() -> None:
+    """The weights' gradients exchange in further rounds alone, which here one case of ten needs."""
+    plan = plan_of(None)
+    (role,) = plan.roles
+    instr = next(i for i in role.program if any(p.op == Compute(of_experts(plan).id, "W") for p in i.parts))
+    alone = replace(instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "W")))
+    work = DeviceModel(plan, NODES, None, ((1.0, 0.9), (1.4, 0.1))).work(role, alone)
+    (inside,) = work.inside
+    assert inside.count == 1 and 0 < inside.seconds < work.seconds
+    assert sum(seconds for seconds, _ in _pieces(work, [Flow(0, inside.seconds, {}, 1.0)])) == pytest.approx(work.seconds)
 
 
 def test_rows_without_a_place_take_no_time_where_no_round_follows() -> None:

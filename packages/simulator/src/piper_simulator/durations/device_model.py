@@ -367,12 +367,15 @@ class DeviceModel(CostModel):
 
 
 def _summed(messages: Iterable[tuple[StepMessages, float]]) -> tuple[StepMessages, ...]:
-    """Return one entry per axis and kind of message, of messages with how often each is sent."""
+    """Return one entry per axis and kind of message, of messages with how often each is sent.
+
+    What is sent in some cases alone counts as one message at least: its bytes and seconds are there.
+    """
     found: dict[tuple[str, str], tuple[float, float, float]] = {}
     for m, times in messages:
         count, nbytes, seconds = found.get((m.axis, m.op), (0.0, 0.0, 0.0))
         found[m.axis, m.op] = count + times * m.count, nbytes + times * m.bytes, seconds + times * m.seconds
-    return tuple(StepMessages(*key, round(n), round(nbytes), seconds) for key, (n, nbytes, seconds) in found.items())
+    return tuple(StepMessages(*key, max(1, round(n)), round(nbytes), seconds) for key, (n, nbytes, seconds) in found.items())
 
 
 def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:
