@@ -88,10 +88,11 @@ def _cells(kinds: Sequence[Changed], model: str) -> list[tuple[str, ...]]:
 def reason(places: Line, dropless: Line, mean: Line) -> str:
     """Return, as an item of a list, of what the difference of the fullest devices consists."""
     own = [x.fullest_s - x.found.inside_comm_s for x in (places, dropless, mean)]
-    parts = (dropless.found.inside_comm_s, own[1] - own[2], own[2] - own[0])
-    sent, rows, rest = (f"{1e3 * s:+.1f} ms" for s in parts)
+    counting = dropless.counting_s - places.counting_s
+    parts = (dropless.found.inside_comm_s, own[1] - own[2], counting, own[2] - own[0] - counting)
+    sent, more, counted_up, rest = (f"{1e3 * s:+.1f} ms" for s in parts)
     return (
         f"- {places.setup.model}, {places.schedule}: the fullest device computes {time_text(dropless.fullest_s)} and not "
-        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {rows}, all else {rest}. "
-        f"It pauses {time_text(_pause(dropless))} and not {time_text(_pause(places))}."
+        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {more}, no counting of choices into "
+        f"places {counted_up}, all else {rest}. It pauses {time_text(_pause(dropless))} and not {time_text(_pause(places))}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,8 +11,10 @@ from typing import Any
 import piper
 from piper import models
 from piper_compiler import Directive, Options, Strategy, place
+from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_simulator import Cluster, GivenLoad, Simulation, Why, load_cluster, step_seconds, why
+from piper_simulator import Cluster, Device, GivenLoad, Simulation, Why, load_cluster, step_seconds, why
+from piper_simulator.durations.kernels import kernel_seconds
 
 POINTS, STEP = 5.0, 10.0
 """How far a ratio may be from the published one, in points, and a rate, in percent."""
@@ -19,6 +22,8 @@ STACKS = ("eager", "inductor", "")
 """The kernels of schedules side by side, then those beside them; "" is one fraction of the peak for all."""
 MESHES = "inductor"
 """The kernels of larger meshes."""
+COUNTING = "cumsum"
+"""The operator that counts choices up."""
 RECIPES = {"1F1B": "one_f_one_b", "interleaved": "interleaved", "DualPipeV": "dualpipe_v"}
 
 
@@ -140,12 +145,14 @@ class Line:
 
     Attributes:
         embedding_s: seconds of a step for the gradient of the embedding, a table of the vocabulary.
+        counting_s: seconds of a step in which the fullest device counts choices up to give each a place.
     """
 
     setup: Setup
     schedule: str
     found: Simulation
     embedding_s: float = 0.0
+    counting_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -169,7 +176,21 @@ def lines(found: Sequence[Setup], stack: str = STACKS[0]) -> Iterator[Line]:
         for name in RECIPES:
             plan = setup.plan(setup.schedule(name))
             each = step_seconds(cluster.device, plan.chunks[0].steps["W"].cost, "W")
-            yield Line(setup, name, piper.simulate(plan, cluster, load=setup.load), setup.microbatches * each)
+            found = piper.simulate(plan, cluster, load=setup.load)
+            yield Line(setup, name, found, setup.microbatches * each, counting_seconds(plan, cluster.device, found))
+
+
+def counting_seconds(plan: Plan, device: Device, found: Simulation) -> float:
+    """Return the seconds of the running sums by which the fullest device gives choices their places."""
+    rank = min(range(plan.mesh.world), key=found.bubble_s.__getitem__)
+    parts = (part.op for instr in plan.role_of(rank).program for part in instr.parts)
+    steps = Counter((op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B")
+    return sum(
+        n * k.count * kernel_seconds(device, k, backward=False).seconds
+        for (chunk, step), n in steps.items()
+        for k in plan.chunk(chunk).steps[step].cost.kernels
+        if k.op == COUNTING
+    )
 
 
 def ratio(found: Sequence[Line], published: Published) -> float:
