@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from piper_ir.trace import BUSY_MACHINE
 from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
 from piper_runtime.launch.attempts import busy_note
 from piper_runtime.launch.report import RankReport
@@ -187,4 +188,6 @@ def test_a_run_says_when_its_ranks_waited_for_cores() -> None:
     reports = {rank: RankReport(core_s=[9.0, 9.0, 9.0, s, s, 10 * s], threads_s=4 * s) for rank, s in enumerate((0.02, 0.03))}
     (said,) = busy_note(reports, 0.2).values()
     assert "ranks waited 20 ms to 30 ms for a core" in said and "up to 120 ms" in said
+    carried = {0: RankReport(core_s=[0.0] * 9, threads_s=0.11)}
+    assert "110 ms" in busy_note(carried, 0.2)[BUSY_MACHINE] and busy_note(carried, 0.3) == {}, "threads of messages count, too"
     assert busy_note(reports, 0.4) == busy_note(reports, None) == busy_note({0: RankReport()}, 0.2) == {}

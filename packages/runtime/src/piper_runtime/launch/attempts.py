@@ -34,16 +34,23 @@ TRACED = (
 )
 
 
-MUCH = 0.1
-"""The part of a step from which on waits for a core are worth a note."""
+MUCH, MUCH_OF_ALL = 0.1, 0.5
+"""The parts of a step from which on waits for a core are worth a note: of the issuing thread, and of all of a rank's.
+
+Threads that carry messages wait behind those that compute, which took a third of a step on two cores with nothing
+beside them, and half to nine tenths beside other programs (examples/moe_text.py, 24 November).
+"""
 
 
 def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict[str, str]:
     """Return a note on how long ranks waited for a core in a step, where that is much of its time."""
     waited = [median(of) for r in reports.values() if (of := r.core_s[WARMUP_STEPS:])]
-    if period_s is None or not waited or max(waited) < MUCH * period_s:
+    if period_s is None or not waited:
         return {}
-    least, most, of_all = map(time_text, (min(waited), max(waited), max(r.threads_s for r in reports.values())))
+    together = max(r.threads_s for r in reports.values())
+    if max(waited) < MUCH * period_s and together < MUCH_OF_ALL * period_s:
+        return {}
+    least, most, of_all = map(time_text, (min(waited), max(waited), together))
     return {
         BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with the threads that carry "
         f"messages, up to {of_all}. An exchange waits for the latest of all these. None of it is predicted"
