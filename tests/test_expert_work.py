@@ -111,6 +111,24 @@ def test_what_a_device_does_with_tokens_of_its_own_depends_on_no_load() -> None:
     assert moved("F", 2.5)["experts_home"] > 0
 
 
+def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:
+    """A router stands before rows are sent, and an expert of all tokens anywhere else; each runs once."""
+    chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
+    other = replace(chunk.steps["F"].cost.kernels[0], op="addmm", kind="matmul", dims=(32, 8, 8))
+    costs = {step: replace(sig.cost, kernels=(other, *sig.cost.kernels, other)) for step, sig in chunk.steps.items()}
+    more = replace(chunk, steps={step: replace(sig, cost=costs[step]) for step, sig in chunk.steps.items()})
+    for step in chunk.steps:
+        assert Counter(loaded(more, step, 2.0).kernels) - Counter(loaded(chunk, step, 2.0).kernels) == {other: 2}
+
+
+def test_products_for_gradients_of_rows_have_rows_first_in_any_step() -> None:
+    """Where nothing before the experts is trained, W has these products, too."""
+    chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
+    backward = replace(chunk.steps["W"].cost, kernels=chunk.steps["I"].cost.kernels)
+    moved = replace(chunk, steps={**chunk.steps, "W": replace(chunk.steps["W"], cost=backward)})
+    assert loaded(moved, "W", 1.0).kernels == loaded(chunk, "I", 1.0).kernels
+
+
 @cache
 def plan_of(capacity: float | None, **more: Any) -> Plan:
     work = models.job(replace(LARGE, capacity_factor=capacity), global_batch=32, precision="bfloat16")

@@ -22,8 +22,6 @@ from piper_ir.layout import StepCollective
 from piper_ir.program import Chunk, Cost, Kernel, Step
 from piper_ir.sizes import ITEM_BYTES, Dim, bind
 
-OWN_TOKENS = ("route", "unroute", "experts_return", "experts_further", "experts_drop", "experts_checked")
-"""The beginnings of operators that a device applies to tokens of its own, whose number depends on no load."""
 TRADES = ("experts_send", "experts_take", "experts_give", "experts_home")
 """The operators that bring rows into and out of the places for them."""
 
@@ -66,49 +64,56 @@ def loaded(chunk: Chunk, step: Step, load: float) -> Cost:
     if bound is None or cost.seconds is not None:
         return cost
     filled = min(load, bound) / bound
-    kernels = [_with_rows(k, step, filled) if _grouped(k) else k for k in cost.kernels]
+    kernels = [_with_rows(k, filled) if _grouped(k) else k for k in cost.kernels]
     rounds = further_rounds(load, bound)
     if rounds and any(c.further for c in chunk.steps[step].collectives):
         part = (load - bound) / bound / rounds
-        kernels += [replace(_part(k, of, part), count=k.count * rounds) for k, of in _of_a_round(chunk, step)]
+        kernels += [replace(_part(k, part), count=k.count * rounds) for k in _of_a_round(chunk, step)]
     return replace(cost, kernels=tuple(kernels))
 
 
-def _of_a_round(chunk: Chunk, step: Step) -> Sequence[tuple[Kernel, Step]]:
-    """Return the kernels of a further round of all places in a step, each with the step that has it in round 0."""
-    forward: list[tuple[Kernel, Step]] = [(k, "F") for k in chunk.steps["F"].cost.kernels if not k.op.startswith(OWN_TOKENS)]
-    there = [(k, of) for k, of in forward if k.op in TRADES[:2]]
-    body = [(k, of) for k, of in forward if k.op not in TRADES]
+def _of_a_round(chunk: Chunk, step: Step) -> Sequence[Kernel]:
+    """Return the kernels of a further round of all places in a step."""
+    forward = chunk.steps["F"].cost.kernels
+    there, body = [k for k in forward if k.op in TRADES[:2]], _between_trades(forward)
     if step in ("F", "R"):
-        back = [(k, of) for k, of in forward if k.op == "experts_give"]
-        home = [(replace(k, op="experts_home"), of) for k, of in back]
-        return [*there, *body, *back, *home]
-    backward: list[tuple[Kernel, Step]] = [(k, "I") for k in chunk.steps["I"].cost.kernels if not k.op.startswith(OWN_TOKENS)]
+        back = [k for k in forward if k.op == "experts_give"]
+        return [*there, *body, *back, *[replace(k, op="experts_home") for k in back]]
+    backward, above = chunk.steps["I"].cost.kernels, _between_trades(chunk.steps["I"].cost.kernels)
     if step == "I":
-        return [*there, *body, *backward]
-    width = next((k.dims[-1] for k, _ in body if _grouped(k)), 0)
-    inner = [(k, of) for k, of in backward if k.op not in TRADES and not (_grouped(k) and k.dims[-2] == width)]
-    weights: list[tuple[Kernel, Step]] = [(k, step) for k in chunk.steps[step].cost.kernels if _grouped(k)]
-    return [*there, *there, *body, *inner, *weights]
+        return [*there, *body, *above, *[k for k in backward if k.op in TRADES]]
+    width = next((k.dims[-1] for k in body if _grouped(k)), 0)
+    inner = [k for k in above if not (_grouped(k) and k.dims[-2] == width)]
+    return [*there, *there, *body, *inner, *[k for k in chunk.steps[step].cost.kernels if _grouped(k)]]
+
+
+def _between_trades(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """Return what a step does with rows in their places.
+
+    A region may have more than its experts, such as a router or an expert of all tokens. That is before rows come or
+    after they go, and in no further round.
+    """
+    came, gone = ([at for at, k in enumerate(kernels) if k.op == op] for op in ("experts_take", "experts_give"))
+    return kernels[came[-1] + 1 : gone[0] if gone else None] if came else ()
 
 
 def _grouped(kernel: Kernel) -> bool:
     return kernel.kind == "matmul" and "grouped_mm" in kernel.op
 
 
-def _part(kernel: Kernel, step: Step, part: float) -> Kernel:
+def _part(kernel: Kernel, part: float) -> Kernel:
     """Return a kernel of so many of the places."""
     if _grouped(kernel):
-        return _with_rows(kernel, step, part)
+        return _with_rows(kernel, part)
     return replace(kernel, flops=round(bind(kernel.flops, 0) * part), bytes=round(bind(kernel.bytes, 0) * part))
 
 
-def _with_rows(kernel: Kernel, step: Step, part: float) -> Kernel:
+def _with_rows(kernel: Kernel, part: float) -> Kernel:
     """Return a grouped product with a part of its rows: M of [M, K] x [K, N], or K for gradients of weights.
 
     The stacks of matrices are read or written all the same.
     """
-    at = len(kernel.dims) - (1 if step == "W" else 3)
+    at = len(kernel.dims) - (1 if "wgrad" in kernel.op else 3)
     sizes = [bind(d, 0) for d in kernel.dims]
     rows = round(sizes[at] * part)
     other = sum(s for k, s in enumerate(sizes) if k >= len(sizes) - 3 and k != at)
