@@ -81,6 +81,10 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "measured.json").write_bytes(b"{\xff")
     with pytest.raises(FormatError, match=r"measured.json: not UTF-8 text at byte 1"):
         load(tmp_path)
+    (tmp_path / "measured.json").unlink()
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "loss": 1, "step_s": 1}\n{\xff')
+    with pytest.raises(FormatError, match=r"metrics.jsonl, line 2: not UTF-8 text at byte 1"):
+        load(tmp_path)
 
 
 def test_a_trace_of_another_plan(folder: Path, tmp_path: Path) -> None:

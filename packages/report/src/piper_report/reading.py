@@ -16,26 +16,29 @@ T = TypeVar("T")
 
 def text_of(path: Path) -> str:
     """Return the text of a file; raise FormatError where it cannot be read."""
-    with _readable(path):
+    with _readable(str(path)):
         return path.read_text(encoding="utf-8")
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yield each line that is not empty with its place for errors, one at a time: a long run has a large file."""
-    with _readable(path), path.open("rb") as lines:
+    with _readable(str(path)), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield line.decode("utf-8"), f"{path}, line {number}"
+                where = f"{path}, line {number}"
+                with _readable(where):
+                    text = line.decode("utf-8")
+                yield text, where
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(where: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as e:
-        raise FormatError(f"{path}: not UTF-8 text at byte {e.start}") from None
+        raise FormatError(f"{where}: not UTF-8 text at byte {e.start}") from None
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror}") from None
+        raise FormatError(f"{where}: cannot be read: {e.strerror}") from None
 
 
 def checked(kind: type[T], data: Any, where: str) -> T:
