@@ -201,6 +201,20 @@ def test_dropless_experts_are_known_by_what_their_steps_exchange() -> None:
     assert dropped is not None and not dropped.rounds and dropped.bound == found.bound
 
 
+def test_a_plan_that_says_nothing_of_rows_is_of_no_load() -> None:
+    """Plans of earlier versions do not."""
+    plan, old = plan_of(None), []
+    for chunk in plan.chunks:
+        inside = {step: tuple(replace(c, mean_nbytes=0) for c in sig.collectives) for step, sig in chunk.steps.items()}
+        steps = {step: replace(sig, collectives=inside[step]) for step, sig in chunk.steps.items()}
+        old.append(replace(chunk, steps=steps))
+    found = simulate(replace(plan, chunks=tuple(old)), NODES, load=2.0)
+    assert found.step_s > simulate(plan, NODES).step_s
+    assert "of all their places, whatever the load; compile it again" in found.notes[-1]
+    with pytest.raises(PlanError, match=r"to 4 \(one of 4 has them all\)"):
+        simulate(replace(plan, chunks=tuple(old)), NODES, load=5)
+
+
 def test_places_without_rows_count_in_no_flops() -> None:
     """Of a dropless mixture, one device's and four devices' FLOPs are the same; a token visits 2 of 8 experts."""
     alone = piper.compile(models.job(LARGE, global_batch=32, precision="bfloat16"), Strategy(Mesh(), ())).plan

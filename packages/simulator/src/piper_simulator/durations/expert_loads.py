@@ -115,19 +115,12 @@ def mixture_of(plan: Plan) -> Mixture | None:
     for chunk in shared or plan.chunks:
         for kernel, experts in _of_weights(plan, chunk):
             bound = places_over_mean(chunk)
-            ranks = plan.mesh.degree(_axes_of_experts(plan, chunk)) if shared else 1
+            ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
             padded = len(kernel.dims) == 4
             each = bind(kernel.dims[-3], 0) * (experts if padded else 1)
             choices, tokens = round(ranks * each / (bound or 1.0)), ranks * plan.rows * (plan.tokens_per_row or 0)
             return Mixture(experts * ranks, ranks, choices, tokens, padded, bound, has_further_rounds(chunk))
     return None
-
-
-def _axes_of_experts(plan: Plan, chunk: Chunk) -> tuple[str, ...]:
-    """Return the axes along which ranks share the experts of a chunk, by its messages between or inside of steps."""
-    between = [axis for c in plan.channels if str(c.purpose) == "expert" for axis in c.over]
-    inside = [axis for c in chunk.steps["F"].collectives if c.mean_nbytes for axis in plan.mesh.along(c.axis)]
-    return tuple(dict.fromkeys([*between, *inside]))
 
 
 def _of_weights(plan: Plan, chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
@@ -283,11 +276,17 @@ def _tokens_by_layer(line: object) -> dict[str, list[float]] | None:
 def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
     """Return what a prediction has to say of the load of experts.
 
-    It says where the load is not measured, and where rows of the fullest rank have no place.
+    It says where the load is not measured, where rows of the fullest rank have no place, and where a plan was saved
+    before plans said how many rows come to dropless experts.
     """
     found = mixture_of(plan) if load is not None else None
     if load is None or found is None:
         return ()
+    if found.bound is None and found.ranks > 1 and not found.padded:
+        return (
+            "this plan does not say how many rows come to its dropless experts, as those of earlier versions: its times are "
+            "of all their places, whatever the load; compile it again",
+        )
     said = _above_places(found, load)
     if load.source == "measured":
         return said
