@@ -135,7 +135,16 @@ def test_a_layer_without_tokens_in_a_step_has_no_load_there() -> None:
     a, b = made.layers.values()
     assert a.expert.values[0] == 1.5 and isnan(a.expert.values[1]) and isnan(a.rank.values[2]) and len(a.rank.values) == 3
     assert isnan(b.expert.values[0]) and b.expert.mean == pytest.approx(1.1) and made.rank_of_step.mean == pytest.approx(3.7 / 3)
-    assert load_figure(made).alt.count("from 1.50 to 1.20") == 2
+    drawn = load_figure(made)
+    assert drawn is not None and drawn.alt.count("from 1.50 to 1.20") == 2
+
+
+def test_experts_that_never_got_a_token_have_no_figure(tmp_path: Path) -> None:
+    """A model may log counts that it never takes, or never compute a layer."""
+    never = write_report(folder_of(tmp_path, [[[0, 0, 0, 0]] * 3], of_two()))
+    assert never.experts is not None and not any("expert" in figure.name for figure in never.figures)
+    drawn = load_figure(history([[[0, 0, 0, 0]] * 3, STEPS], of_two()))
+    assert drawn is not None and "of 1 layers" in drawn.alt
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,14 @@ def curve(steps: Sequence[int], loads: Sequence[Sequence[float]], points: int = 
     return Curve([steps[k] for k in starts], mean, low, high)
 
 
-def load_figure(history: ExpertHistory) -> Picture:
-    """Draw by step the fullest expert over the mean and, where ranks share experts, the fullest rank."""
-    layers = [*history.layers.values()]
+def load_figure(history: ExpertHistory) -> Picture | None:
+    """Draw by step the fullest expert over the mean and, where ranks share experts, the fullest rank.
+
+    Layers that got no token in any step are left out; without any other there is no figure.
+    """
+    layers = [layer for layer in history.layers.values() if layer.expert.known()]
+    if not layers:
+        return None
     names = layer_names([layer.module for layer in layers])
     shared = [(name, layer.rank.values) for name, layer in zip(names, layers, strict=True) if layer.ranks > 1]
     kinds = {"expert": [(name, layer.expert.values) for name, layer in zip(names, layers, strict=True)]}
