@@ -1,8 +1,9 @@
-"""Files that are given as the log of a run, and are none: each is refused with one message."""
+"""Files that are given as the log of a run: a large one is not held, and what is none is refused with one message."""
 
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,16 @@ def test_a_log_that_is_missing(tmp_path: Path) -> None:
     refused(tmp_path / "none.jsonl", "there is no such file or folder")
     refused(tmp_path, "this folder has no metrics.jsonl")
     refused(tmp_path / ("x" * 300), "it cannot be read: File name too long")
+
+
+def test_the_log_of_a_long_run_is_not_held_whole(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text((line("1", *[1] * 7) + " " * 1000 + "\n") * 2000)
+    tracemalloc.start()
+    try:
+        found = load_of(None, log)  # type: ignore[arg-type]  # no plan is asked
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found is not None and "2000 steps of 1 layers" in found.text
+    assert most < 0.5 * log.stat().st_size

@@ -231,10 +231,12 @@ def _no_load(path: Path, problem: str) -> PlanError:
     return PlanError(f"load={str(path)!r}: {problem}; the {METRICS} of a run of this model, or the run's folder, is accepted")
 
 
-def _lines(path: Path, file: Path) -> list[str]:
-    """Return the lines of a file, which is `path` or in that folder."""
+def _lines(path: Path, file: Path) -> Iterator[str]:
+    """Yield the lines of a file, which is `path` or in that folder, one at a time: a long run has a large file."""
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        with file.open(encoding="utf-8") as lines:
+            yield from lines
+        return
     except FileNotFoundError:
         problem = "there is no such file or folder" if file is path else f"this folder has no {METRICS}"
     except UnicodeDecodeError:
