@@ -22,7 +22,7 @@ from piper_simulator import DeviceModel, Zipf, load_cluster, simulate
 from piper_simulator.contention.loads import _pieces
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.expert_loads import mixture_of
-from piper_simulator.durations.expert_work import loaded, messages, places_over_mean
+from piper_simulator.durations.expert_work import _inner, loaded, messages, places_over_mean
 from piper_simulator.durations.kernels import step_seconds
 from piper_simulator.metrics import executed_flops, model_flops
 from tests.steered import DEVICES, EXPERTS, HIDDEN, LOADS, TOKENS, TOP, WIDTH
@@ -109,6 +109,17 @@ def test_what_a_device_does_with_tokens_of_its_own_depends_on_no_load() -> None:
         again = {"F": {"experts_take": 2, "silu": 2}, "I": {"experts_take": 3, "silu_backward": 2}}[step]
         assert {op: full[op] / even[op] for op in again} == pytest.approx(again)
     assert moved("F", 2.5)["experts_home"] > 0
+
+
+def test_gradients_of_weights_need_the_product_of_the_last_layer_however_wide_the_layers_are() -> None:
+    """Products of the same sizes are one kernel; a gated expert has two for gradients of rows, one of one layer one."""
+    chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
+    last = next(k for k in chunk.steps["I"].cost.kernels if "grouped" in k.op)
+    assert last.dims[-2:] == (HIDDEN, WIDTH) and last.count == 1
+    to_rows, same = replace(last, dims=(80, WIDTH, HIDDEN), count=2), replace(last, dims=(80, WIDTH, WIDTH), count=3)
+    assert _inner([last, to_rows], WIDTH) == [last]
+    assert _inner([same], WIDTH) == [replace(same, count=1)]
+    assert _inner([replace(same, count=1)], WIDTH) == []
 
 
 def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:

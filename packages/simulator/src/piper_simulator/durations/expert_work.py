@@ -82,9 +82,20 @@ def _of_a_round(chunk: Chunk, step: Step) -> Sequence[Kernel]:
     backward, above = chunk.steps["I"].cost.kernels, _between_trades(chunk.steps["I"].cost.kernels)
     if step == "I":
         return [*there, *body, *above, *[k for k in backward if k.op in TRADES]]
-    width = next((k.dims[-1] for k in body if _grouped(k)), 0)
-    inner = [k for k in above if not (_grouped(k) and k.dims[-2] == width)]
+    inner = _inner(above, next((k.dims[-1] for k in body if _grouped(k)), 0))
     return [*there, *there, *body, *inner, *[k for k in chunk.steps[step].cost.kernels if _grouped(k)]]
+
+
+def _inner(backward: Sequence[Kernel], width: Dim) -> Sequence[Kernel]:
+    """Return the backward of experts without the products for gradients of the rows that came, of this width.
+
+    Where the inner layer is as wide as these rows, all products have the same sizes, and the last layer's is kept.
+    """
+    products = [k for k in backward if _grouped(k)]
+    inner = [k for k in backward if k.dims[-2:-1] != (width,) or not _grouped(k)]
+    if sum(k.count for k in products) > 1 and not any(_grouped(k) for k in inner):
+        inner.append(replace(products[0], count=1))
+    return inner
 
 
 def _between_trades(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
