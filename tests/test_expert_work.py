@@ -95,6 +95,16 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
     assert first.bytes == 8 * (rows * (HIDDEN + WIDTH) + EXPERTS // DEVICES * HIDDEN * WIDTH) + 8 * EXPERTS // DEVICES
 
 
+@pytest.mark.parametrize("hidden", [16, 24])
+def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others(hidden: int) -> None:
+    """In W three products of weights, and of rows above the bound three of a forward and the gradient of the last one."""
+    small = models.job(replace(LARGE, width=16, hidden=hidden, length=16), global_batch=4, precision="float32")
+    shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
+    chunk, each = of_experts(piper.compile(small, Strategy(Mesh(ep=2), shared)).plan), 2 * 2 * 16 * 2 * 16 * hidden
+    found = sum(int(k.flops) * k.count for k in loaded(chunk, "W", 1.5).kernels if "grouped" in k.op)
+    assert found == pytest.approx((3 * 1.5 + 4 * 0.25) * each, rel=1e-3)
+
+
 def test_what_a_device_does_with_tokens_of_its_own_depends_on_no_load() -> None:
     chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
 
