@@ -19,7 +19,7 @@ DIMS: dict[object, tuple[int, int]] = {
     aten.cat.default: (1, 2),
     aten.transpose.int: (1, 3),
 }
-"""The arguments that say along which dimensions an op cuts, joins or turns: from which to before which; 0 if left out."""
+"""The arguments that say along which dimensions an op cuts, joins or turns: the first, and that behind the last one."""
 
 
 def takes_any_rows(graph: fx.Graph) -> bool:
