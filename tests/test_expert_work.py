@@ -18,9 +18,10 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
 from piper_ops import rounds
-from piper_simulator import DeviceModel, Zipf, load_cluster, simulate
+from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate
 from piper_simulator.contention.loads import _pieces
 from piper_simulator.contention.rates import Flow
+from piper_simulator.durations.cost_model import StepMessages
 from piper_simulator.durations.expert_loads import mixture_of
 from piper_simulator.durations.expert_work import _inner, loaded, messages, places_over_mean
 from piper_simulator.durations.kernels import step_seconds
@@ -197,6 +198,23 @@ def test_messages_of_rare_further_rounds_share_links_as_others_do() -> None:
     (inside,) = work.inside
     assert inside.count == 1 and 0 < inside.seconds < work.seconds
     assert sum(seconds for seconds, _ in _pieces(work, [Flow(0, inside.seconds, {}, 1.0)])) == pytest.approx(work.seconds)
+
+
+def test_messages_on_a_cpu_are_of_rows_and_those_between_gpus_of_places() -> None:
+    plan = compiled("uniform", Mesh(ep=DEVICES)).plan
+    (role,) = plan.roles
+    instr = next(i for i in role.program if any(p.op == Compute(of_experts(plan).id, "F") for p in i.parts))
+    alone = replace(instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "F")))
+    nbytes = 2 * CHOICES * WIDTH * 8  # of the rows of a device there and back, in float64
+
+    def sent(cluster: Cluster, load: float) -> StepMessages:
+        work = DeviceModel(plan, cluster, None, ((load, 1.0),)).work(role, alone)
+        return next(m for m in work.inside if m.op == "all_to_all")
+
+    even, more, most = (sent(cpu_local(), load) for load in (1.0, 1.2, 1.25))
+    assert [m.bytes for m in (even, more, most)] == [nbytes, round(1.2 * nbytes), round(1.25 * nbytes)]
+    assert even.seconds < more.seconds < most.seconds
+    assert sent(NODES, 1.0).bytes == sent(NODES, 1.2).bytes == most.bytes
 
 
 def test_rows_without_a_place_take_no_time_where_no_round_follows() -> None:

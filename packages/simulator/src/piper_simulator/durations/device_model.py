@@ -271,7 +271,7 @@ class DeviceModel(CostModel):
             return found
         of, cluster = self._instances(channel, self.cluster), self.cluster
         full, sent = (max(by_formula(cluster, op, part * nbytes, g) for g in of) for part in (1.0, rows))
-        return replace(found, seconds=found.seconds * sent / full) if full else found
+        return replace(found, seconds=found.seconds * sent / full, bytes=round(rows * nbytes)) if full else found
 
     def _under_loads(self, device: Device, chunk: Chunk, step: Step) -> tuple[Took, int]:
         """Return what a step takes under the loads, on average, and its FLOPs."""
