@@ -133,8 +133,8 @@ def load_note(results: Results) -> tuple[str, ...]:
 
 def _trades_rows(plan: Plan | None) -> bool:
     """Return whether ranks trade rows of dropless experts inside of steps, which the load then makes longer."""
-    steps = [chunk.steps["F"] for chunk in plan.chunks if "F" in chunk.steps] if plan is not None else []
-    return any(c.mean_nbytes != 0 for step in steps for c in step.collectives)
+    chunks = [chunk for chunk in plan.chunks if chunk.experts and "F" in chunk.steps] if plan is not None else []
+    return any(c.axis == chunk.experts for chunk in chunks for c in chunk.steps["F"].collectives)
 
 
 def _worst(loads: LoadHistory) -> float:
