@@ -21,6 +21,7 @@ from piper_ops import rounds
 from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate
 from piper_simulator.contention.loads import _pieces
 from piper_simulator.contention.rates import Flow
+from piper_simulator.durations import device_model
 from piper_simulator.durations.cost_model import StepMessages
 from piper_simulator.durations.expert_loads import mixture_of
 from piper_simulator.durations.expert_work import _inner, loaded, messages, places_over_mean
@@ -280,6 +281,16 @@ def test_a_measured_step_takes_longer_as_its_formula_does() -> None:
     assert double._longer(chunk, "F", 0) == pytest.approx(_took(double, chunk) / _took(even, chunk))
     other = next(c for c in plan.chunks if not c.experts)
     assert double._longer(other, "F", 0) == 1.0
+
+
+def test_measured_steps_of_equal_layers_are_scaled_by_one_calculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loads of a run may be hundreds, and each is a calculation of its own."""
+    calls: list[float] = []
+    monkeypatch.setattr(device_model, "loaded", lambda *args: calls.append(args[2]) or loaded(*args))  # type: ignore[func-returns-value]
+    model = DeviceModel(plan_of(None), NODES, None, tuple((1 + k / 100, 0.01) for k in range(100)))
+    for most in (101, 1):  # the loads and the even one, which alone is not kept
+        calls.clear()
+        assert model._longer(of_experts(model.plan), "F", 0) > 1 and len(calls) == most
 
 
 def _took(model: DeviceModel, chunk: Chunk) -> float:

@@ -236,11 +236,7 @@ class DeviceModel(CostModel):
             self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds * self._longer(chunk, op.step, kind), known.source, flops=cost.flops)
         device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
-        key = (id(cost), op.step, kind)  # the plan keeps it; equal layers share it
-        if key not in self._took:
-            guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
-            self._took[key] = *self._under_loads(device, chunk, op.step), guessed
-        took, flops, guessed = self._took[key]
+        took, flops, guessed = self._formula(device, chunk, op.step, kind)
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
 
@@ -273,6 +269,15 @@ class DeviceModel(CostModel):
         full, sent = (max(by_formula(cluster, op, part * nbytes, g) for g in of) for part in (1.0, rows))
         return replace(found, seconds=found.seconds * sent / full, bytes=round(rows * nbytes)) if full else found
 
+    def _formula(self, device: Device, chunk: Chunk, step: Step, kind: int) -> tuple[Took, int, tuple[str, ...]]:
+        """Return what a step takes under the loads, its FLOPs, and the dtypes whose rate on the device is a guess."""
+        cost = chunk.steps[step].cost
+        key = (id(cost), step, kind)  # the plan keeps it; equal layers share it
+        if key not in self._took:
+            guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+            self._took[key] = *self._under_loads(device, chunk, step), guessed
+        return self._took[key]
+
     def _under_loads(self, device: Device, chunk: Chunk, step: Step) -> tuple[Took, int]:
         """Return what a step takes under the loads, on average, and its FLOPs."""
         runs = [(share, loaded(chunk, step, load)) for load, share in self.loads]
@@ -287,7 +292,7 @@ class DeviceModel(CostModel):
         device, even = self._devices[kind], loaded(chunk, step, 1.0)
         if self.loads == EVEN or even is chunk.steps[step].cost or device is None or not even.kernels:
             return 1.0
-        return self._under_loads(device, chunk, step)[0].seconds / step_took(device, even, step).seconds
+        return self._formula(device, chunk, step, kind)[0].seconds / step_took(device, even, step).seconds
 
     def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
         """Return the duration of R where that of F is known: it is to F's as computed durations are."""
