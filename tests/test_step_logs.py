@@ -30,9 +30,9 @@ def columns_of(folder: Path) -> set[str]:
 
 
 def trained(folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """The lines of a run on two stages and two replicas."""
+    """The lines of a run on two stages and two replicas, into a folder that is made."""
     of = job(by_hand, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), **options)
-    piper.execute(compiled(of), steps=2, launcher="inline", memory=False, folder=folder)
+    piper.execute(compiled(of), steps=2, launcher="inline", memory=False, folder=str(folder))
     return lines(folder)
 
 
@@ -43,6 +43,7 @@ def norms() -> list[float]:
 
 
 def test_steps_log_the_norm_of_the_gradient_and_the_learning_rates(tmp_path: Path) -> None:
+    tmp_path /= "new/folder"
     found = trained(tmp_path, clip_norm=math.inf, metrics={"perplexity": math.exp})
     assert [line["gradient_norm"] for line in found] == pytest.approx(norms(), rel=1e-9)
     assert [line["learning_rates"] for line in found] == [[0.05, 0.01], [0.025, 0.005]]

@@ -19,7 +19,9 @@ TEXT = """\
 tokens inside of steps, on the stream that computes ([decision 28](decisions/0028-dropless.md)): nothing hides these
 exchanges under any schedule, DualPipeV included, and they count as compute. With places they are instructions, which
 computing can hide. A device has places for `bound` times the rows that come on average: its products are of the rows,
-its element-wise work and its messages of the places. A pause of the fullest device is all that another schedule can win.
+its element-wise work and its messages of the places. A pause of the fullest device is all that another schedule can
+win. Bound 1.0 is a best case: tokens of a router that prefers no expert scatter, so that each step needs a further
+round there.
 """
 
 

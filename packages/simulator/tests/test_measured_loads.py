@@ -71,3 +71,10 @@ def test_the_log_of_a_long_run_is_not_held_whole(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found is not None and "2000 steps of 1 layers" in found.text
     assert most < 0.5 * log.stat().st_size
+
+
+def test_a_last_line_without_its_end_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(line("9", *[1] * 7) + "\n" + line("1", *[1] * 7)[:-9])
+    found = load_of(None, log)  # type: ignore[arg-type]  # no plan is asked
+    assert found is not None and found.mean == 4 * 10 / 16

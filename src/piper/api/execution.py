@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from piper.api.compiling import Compiled, check_separable
 from piper.api.metrics import check_logs, recorded
 from piper.api.replanning import Fallbacks, Replanner, check_on_loss, exported
-from piper.api.results import hang_report, new_folder, restart_log, save_run, unless_empty
+from piper.api.results import hang_report, made_folder, new_folder, restart_log, save_run, unless_empty
 from piper_ir.errors import JobError, OutputError, PiperWarning, PlanError
 from piper_ir.keywords import check_keywords, checked_call
 
@@ -86,7 +86,7 @@ def execute(
     trace: bool = False,
     memory: bool = True,
     out: str | Path | None = None,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     log: Iterable[str] = (),
     on_step: Callable[[StepRecord], object] | None = None,
     checkpoint: Checkpoints | None = None,
@@ -112,7 +112,7 @@ def execute(
         memory: Measure peak bytes in the second step, or in the only one. It slows that step.
         out: Losses, times, metrics and trace go to a new folder below this one. On a hang every rank's last
             instructions go there too, as hang.txt.
-        folder: As `out`, but into this folder itself.
+        folder: As `out`, but into this folder itself, which is made if it is not there.
         log: Logs of steps beside metrics.jsonl while the run goes on: "tensorboard", "wandb".
         on_step: Called with every finished step, a `StepRecord` of `piper_runtime`.
         checkpoint: Where and how often the state is saved.
@@ -166,7 +166,10 @@ def execute(
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     if not is_first():  # under torchrun one of the ranks writes for all
         folder, out, log = None, None, ()
-    folder = new_folder(Path(out), "run") if out is not None else folder
+    if out is not None:
+        folder = new_folder(Path(out), "run")
+    elif folder is not None:
+        folder = made_folder(Path(folder))
     if on_loss == "replan" and more.get("replan") is None:
         more["replan"] = Replanner(compiled, chosen, strategy)
     options: dict[str, Any] = dict(

@@ -66,6 +66,15 @@ def new_folder(out: Path, name: str) -> Path:
         raise OutputError(f"cannot make a folder for results in {out}: {e.strerror}; choose another with --out") from None
 
 
+def made_folder(folder: Path) -> Path:
+    """Make a folder for results unless it is there; raise OutputError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise OutputError(f"cannot make the folder {folder} for results: {e.strerror}; choose another") from None
+    return folder
+
+
 @contextmanager
 def unless_empty(folder: Path | None) -> Iterator[None]:
     """Remove a folder for results again when the code inside of the `with` fails before it has written any."""

@@ -232,10 +232,15 @@ def _no_load(path: Path, problem: str) -> PlanError:
 
 
 def _lines(path: Path, file: Path) -> Iterator[str]:
-    """Yield the lines of a file, which is `path` or in that folder, one at a time: a long run has a large file."""
+    """Yield the lines of a file, which is `path` or in that folder, one at a time: a long run has a large file.
+
+    A last line without its end is left out: a run that was killed wrote it.
+    """
     try:
         with file.open(encoding="utf-8") as lines:
-            yield from lines
+            for number, line in enumerate(lines):
+                if line.endswith("\n") or not number:
+                    yield line
         return
     except FileNotFoundError:
         problem = "there is no such file or folder" if file is path else f"this folder has no {METRICS}"
