@@ -33,7 +33,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import JobError, TuneError
 from piper_ir.keywords import checked_call
 from piper_ir.program import Program
-from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel
+from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, GivenLoad, load_text
 
 if TYPE_CHECKING:
     from piper_runtime import Job
@@ -69,6 +69,7 @@ def tune(
     global_batch: int | None = None,
     model: CostModelFactory = DeviceModel,
     objective: Objective | None = None,
+    load: GivenLoad | None = None,
 ) -> Study:
     """Search the strategy with the least predicted `period_s` whose plan fits the memory of every device.
 
@@ -98,6 +99,8 @@ def tune(
         objective: "period", "tokens_per_s_per_device" (the most) or "dollars_per_token" (the fewest, by
             `price_per_hour` of the cluster's devices). The default is the period; for `job(trial)`, where periods of
             different jobs would be compared, tokens per second and device.
+        load: Of experts that ranks share, as in `simulate`. Without one all ranks have equally many tokens, and of
+            several bounds on dropless experts' rows the least is the fastest.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -109,17 +112,21 @@ def tune(
 
     device = chosen_cluster(cluster)
     limit = _limit(memory_limit, device)
+    if load is not None and model is not DeviceModel:
+        raise TuneError("tune(load=...): a cost model of your own decides itself how long experts take; leave the load out")
+    if load is not None:
+        load_text(load)  # a log that cannot be read is no reason to refuse each candidate
     space: JobSpace | None = None
     more: dict[str, Any]
     if callable(source):
         goal = _goal_of_jobs(objective, storage, global_batch)
-        space = JobSpace(source, lambda job: _case(job, device, costs, limit, model, goal))
+        space = JobSpace(source, lambda job: _case(job, device, costs, limit, model, goal, load))
         first = space.first()
         problem, more = first.problem, {"cases": JobCases(space.case_of)}
         strategy = space.with_job(strategy)
     else:
         problem, more = problem_of(source, device, costs, limit, global_batch, model)
-        problem = replace(problem, objective=objective or "period")
+        problem = replace(problem, objective=objective or "period", load=load)
     if storage is not None:
         from piper.api.content import content_of  # which imports torch
 
@@ -235,11 +242,17 @@ def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int |
 
 
 def _case(
-    job: Job, cluster: Cluster | None, costs: Costs | None, limit: int | None, model: CostModelFactory, objective: Objective
+    job: Job,
+    cluster: Cluster | None,
+    costs: Costs | None,
+    limit: int | None,
+    model: CostModelFactory,
+    objective: Objective,
+    load: GivenLoad | None,
 ) -> JobCase:
     problem, more = problem_of(job, cluster, costs, limit, None, model)
     check_objective(objective, cluster, problem.tokens_per_step)
-    return JobCase(replace(problem, objective=objective), **more)
+    return JobCase(replace(problem, objective=objective, load=load), **more)
 
 
 def _measure(

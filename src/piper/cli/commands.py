@@ -142,6 +142,7 @@ def tune(
     launcher: LauncherOption = "ray",
     out: OutOption = RUNS,
     objective: ObjectiveOption = None,
+    load: LoadOption = None,
     as_json: AsJsonOption = False,
 ) -> None:
     """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
@@ -153,7 +154,7 @@ def tune(
 
         arguments = searching.TuneArguments(
             file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json,
-            objective,
+            objective, load,
         )  # fmt: skip
         if searching.tune(arguments).interrupted:
             raise typer.Exit(INTERRUPTED)

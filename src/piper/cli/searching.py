@@ -13,6 +13,7 @@ from piper.api.origin import save_origin
 from piper.api.results import new_folder
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
+from piper.cli.predicting import load_named
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
 from piper_autotune import OBJECTIVES, Objective, Study
@@ -36,6 +37,7 @@ class TuneArguments:
     out: Path | None
     as_json: bool
     objective: str | None = None
+    load: str | None = None
 
 
 def objective_named(name: str | None) -> Objective | None:
@@ -56,6 +58,7 @@ def tune(arguments: TuneArguments) -> Study:
             space.job, space.strategy, cluster=a.cluster, costs=load_costs(a.costs) if a.costs else None, trials=a.trials,
             confirm=a.confirm, memory_limit=a.memory_limit, seed=a.seed, storage=a.storage, launcher=a.launcher,
             workers=searchers(a.workers), progress=progress, objective=objective_named(a.objective),
+            load=load_named(a.load),
         )  # fmt: skip
     if a.as_json:
         print(json.dumps(as_numbers(study, folder, rows)))

@@ -22,7 +22,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.sizes import bind
-from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, device_type
+from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, GivenLoad, device_type, load_text
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class TuningProblem:
         tokens_per_step: tokens of a step on all ranks, where they are known.
         model_content: a text that is equal, in any process, only for models that give the same; None when it is not
             known. Piper's own model needs none.
+        load: of experts, as in `piper_simulator.simulate`; bounds of candidates are those of a load of 1, the least.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class TuningProblem:
     model_content: str | None = None
     objective: Objective = "period"
     tokens_per_step: int | None = None
+    load: GivenLoad | None = None
 
     def weight(self, strategy: Strategy) -> float:
         """Return what a second of a strategy's period weighs in what the search minimises."""
@@ -111,7 +113,8 @@ class TuningProblem:
         model = () if self.model is DeviceModel else (self.model_content,)
         prices = [kind.device.price_per_hour for kind in self.cluster.kinds] if self.cluster is not None else []
         goal = () if self.objective == "period" else (self.objective, self.tokens_per_step, prices)
-        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model, *goal)
+        load = () if self.load is None else ("load", load_text(self.load))
+        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model, *goal, *load)
 
     def check_can_be_resumed(self) -> None:
         """Raise TuneError where a search in a storage could take the scores of another cost model for its own."""

@@ -21,7 +21,18 @@ from piper_ir.program import Program
 from piper_ir.steady_state import step_and_period
 from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
-from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, model_for, simulate, too_much
+from piper_simulator import (
+    SHOWN,
+    Cluster,
+    CostModel,
+    Device,
+    device_memory,
+    load_of,
+    model_for,
+    simulate,
+    too_much,
+    under_load,
+)
 
 
 @dataclass(frozen=True)
@@ -122,10 +133,12 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
     cluster = problem.cluster
     notes: tuple[str, ...] = ()
     if engine:
-        found = simulate(plan, cluster, costs=problem.costs, model=problem.model)
+        found = simulate(plan, cluster, costs=problem.costs, model=problem.model, load=problem.load)
         period_s, step_s, notes = found.period_s, found.step_s, found.notes
     else:
-        model = model_for(plan, cluster, problem.costs, problem.model)
+        under = None if problem.load is None else load_of(plan, problem.load)
+        factory = problem.model if under is None else under_load(problem.model, under.loads)
+        model = model_for(plan, cluster, problem.costs, factory)
         step_s, period_s = step_and_period(lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
     held = [

@@ -13,11 +13,11 @@ from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.contention.demands import Message, demands
 from piper_simulator.contention.flows import message_flows, route, wiring
-from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.checked import model_for, under_load
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only
 from piper_simulator.durations.device_model import DeviceModel
-from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, Zipf
+from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, Zipf, load_of, load_text
 from piper_simulator.durations.instances import axes_inside
 from piper_simulator.durations.kernels import launch_count, step_seconds
 from piper_simulator.explanation.causes import Cause
@@ -70,6 +70,8 @@ __all__ = [
     "given_only",
     "launch_count",
     "load_cluster",
+    "load_of",
+    "load_text",
     "message_flows",
     "model_for",
     "product_cluster",
@@ -83,6 +85,7 @@ __all__ = [
     "split",
     "step_seconds",
     "too_much",
+    "under_load",
     "why",
     "wiring",
 ]

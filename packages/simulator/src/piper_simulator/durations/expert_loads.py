@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import exp, isfinite, sqrt
 from os.path import isdir
 from pathlib import Path
@@ -172,6 +173,20 @@ def _shares(loads: Sequence[float]) -> Loads:
     return tuple((load, count / len(loads)) for load, count in sorted(Counter(max(1.0, round(x, 2)) for x in loads).items()))
 
 
+def load_text(load: GivenLoad) -> str:
+    """Return a text that is equal, in any process, only for loads that are alike; of a run that of its log.
+
+    Raises PlanError where this cannot be read.
+    """
+    if not isinstance(load, str | Path):
+        return repr(load)
+    path = Path(load)
+    digest = sha256()
+    for line in _lines(path, path / METRICS if isdir(path) else path):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
 def _shown(load: GivenLoad) -> str:
     return repr(str(load)) if isinstance(load, str | Path) else repr(load)
 
@@ -309,7 +324,7 @@ def _above_places(mixture: Mixture, load: ExpertLoad) -> tuple[str, ...]:
     if bound is None or load.loads[-1][0] <= bound:
         return ()
     share = sum(share for found, share in load.loads if found > bound)
-    often = "always" if share == 1 else f"in {share:.0%} of cases"
+    often = "always" if share > 0.995 else f"in {100 * share:.0f} % of cases"
     above = f"the load of the experts, {load.mean:.2f} on average, is {often} above their places, {bound:.2f} times the mean"
     if not mixture.rounds:
         return (f"{above}: times are of rows with a place; overflow='drop' leaves others out, 'error' ends the run",)
