@@ -16,7 +16,7 @@ from piper import Mesh, Strategy, models, recipes
 from piper_ir.errors import PlanError
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Step
+from piper_ir.program import Chunk, Cost, Step
 from piper_ops import rounds
 from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate
 from piper_simulator.contention.loads import _pieces
@@ -286,7 +286,12 @@ def test_a_measured_step_takes_longer_as_its_formula_does() -> None:
 def test_measured_steps_of_equal_layers_are_scaled_by_one_calculation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loads of a run may be hundreds, and each is a calculation of its own."""
     calls: list[float] = []
-    monkeypatch.setattr(device_model, "loaded", lambda *args: calls.append(args[2]) or loaded(*args))  # type: ignore[func-returns-value]
+
+    def counted(chunk: Chunk, step: Step, load: float) -> Cost:
+        calls.append(load)
+        return loaded(chunk, step, load)
+
+    monkeypatch.setattr(device_model, "loaded", counted)
     model = DeviceModel(plan_of(None), NODES, None, tuple((1 + k / 100, 0.01) for k in range(100)))
     for most in (101, 1):  # the loads and the even one, which alone is not kept
         calls.clear()

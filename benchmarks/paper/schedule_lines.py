@@ -13,8 +13,7 @@ from piper import models
 from piper_compiler import Directive, Options, Strategy, place
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_simulator import Cluster, Device, GivenLoad, Simulation, Why, load_cluster, step_seconds, why
-from piper_simulator.durations.kernels import kernel_seconds
+from piper_simulator import Cluster, Device, GivenLoad, Simulation, Why, kernel_seconds, load_cluster, step_seconds, why
 
 POINTS, STEP = 5.0, 10.0
 """How far a ratio may be from the published one, in points, and a rate, in percent."""

@@ -19,7 +19,7 @@ from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Wo
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, Zipf, load_of, load_text
 from piper_simulator.durations.instances import axes_inside
-from piper_simulator.durations.kernels import launch_count, step_seconds
+from piper_simulator.durations.kernels import kernel_seconds, launch_count, step_seconds
 from piper_simulator.explanation.causes import Cause
 from piper_simulator.explanation.comparison import Comparison, StepDifference, compare
 from piper_simulator.explanation.critical import PathPiece
@@ -68,6 +68,7 @@ __all__ = [
     "device_memory",
     "device_type",
     "given_only",
+    "kernel_seconds",
     "launch_count",
     "load_cluster",
     "load_of",
