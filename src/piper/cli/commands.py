@@ -153,8 +153,7 @@ def tune(
         from piper.cli import searching
 
         arguments = searching.TuneArguments(
-            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json,
-            objective, load,
+            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json, objective, load,
         )  # fmt: skip
         if searching.tune(arguments).interrupted:
             raise typer.Exit(INTERRUPTED)
