@@ -99,7 +99,7 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
 
 @pytest.mark.parametrize("hidden", [16, 24])
 def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others(hidden: int) -> None:
-    """In W three products of weights, and of rows above the bound three of a forward and the gradient of the last one."""
+    """W has three products of weights, and for rows above the bound a forward and the last product's gradient too."""
     small = models.job(replace(LARGE, width=16, hidden=hidden, length=16), global_batch=4, precision="float32")
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
     chunk, each = of_experts(piper.compile(small, Strategy(Mesh(ep=2), shared)).plan), 2 * 2 * 16 * 2 * 16 * hidden
@@ -256,7 +256,7 @@ def test_a_plan_that_says_nothing_of_rows_is_of_no_load() -> None:
 
 
 def test_places_without_rows_count_in_no_flops() -> None:
-    """Of a dropless mixture, one device's and four devices' FLOPs are the same; a token visits 2 of 8 experts."""
+    """One device and four devices count the same FLOPs of a dropless mixture; a token visits 2 of 8 experts."""
     alone = piper.compile(models.job(LARGE, global_batch=32, precision="bfloat16"), Strategy(Mesh(), ())).plan
     shared = plan_of(None)
     assert model_flops(shared, 512) == model_flops(alone, 512)

@@ -1,4 +1,4 @@
-"""What to do where no region of a model is of experts: the modules that look like it are named."""
+"""Refusals name the modules that look like experts where no region of a model is marked as such."""
 
 from __future__ import annotations
 

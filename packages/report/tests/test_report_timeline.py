@@ -23,7 +23,7 @@ VISIONS = {
     "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
     "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
 }
-"""What is left of linear red, green and blue (Machado, Oliveira, Fernandes, 2009, severity 1)."""
+"""These matrices say what is left of linear red, green and blue (Machado, Oliveira, Fernandes, 2009, severity 1)."""
 APART = 15.0
 """The least distance in CIE L*a*b*; 2.3 is just seen side by side."""
 

@@ -108,7 +108,7 @@ def test_ranks_compute_where_a_sandbox_refuses_them_a_share(monkeypatch: pytest.
 
 
 def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two machines, one binds each rank to a core of its own, and the other lets its ranks run on both cores."""
+    """One of two machines binds each rank to a core of its own, and the other lets its ranks run on both cores."""
     here = threading.local()
     monkeypatch.setattr(module, "os", SimpleNamespace(sched_getaffinity=lambda pid: here.cores))
     monkeypatch.setattr(module, "platform", SimpleNamespace(node=lambda: here.node))

@@ -1,4 +1,4 @@
-"""What stands for an exchange of rows of experts in a profile writes all rows that a device is to get."""
+"""A profile copies rows in place of an exchange of experts, and writes all rows that a device is to get."""
 
 from __future__ import annotations
 
