@@ -1,110 +1,156 @@
-"""Losses that hold tensors: weights of classes in a module, in a closure, in a global."""
+"""Protect that any loss trains the whole batch's numbers under every plan, or is refused by name when it is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import piper
 from piper.api.verification import verify_strategy
 from piper_ir.errors import CaptureError
+from tests import losses, parity
 
-WIDTH, CLASSES = 8, 3
-WEIGHTS = torch.tensor([1.0, 2.0, 0.5])
-
-
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.factor = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1), torch.tensor(2.0)
-
-    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
-        return self.inner(scores, target) * self.factor
-
-
-def in_closure() -> Callable[[Tensor, Tensor], Tensor]:
-    weights = WEIGHTS * 2
-
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(scores, F.one_hot(target, CLASSES).to(scores), pos_weight=weights.to(scores))
-
-    return loss
+STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
+    "pp": ({"pp": 2}, piper.recipes.one_f_one_b(pp=2, microbatches=4)),
+    "dp": ({"dp": 2}, (*piper.recipes.gpipe(pp=1, microbatches=2), *piper.recipes.data_parallel(zero=3))),
+    "tp": ({"tp": 2}, (piper.shard(piper.where()), piper.split(piper.where(), microbatches=2))),
+    "cp": (
+        {"cp": 2},
+        (piper.shard(piper.where(), over="cp", index="tokens"), piper.split(piper.where(), microbatches=2)),
+    ),
+}
+NAMES = list(losses.LOSSES)
+ROW = re.compile(r"^\| (.+?) \| (a mean|a pair|totals|refused) \|", re.MULTILINE)
+WORDS = {"mean": "a mean", "sum": "a pair", "total": "totals", "refused": "refused"}
 
 
-def of_global(scores: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(scores, target, WEIGHTS.to(scores))
+def job(loss: Any, model: Any = losses.Tagger, **more: Any) -> piper.Job:
+    given = dict(global_batch=losses.ROWS, precision=piper.Precision("float64")) | more
+    return piper.Job(model, losses.batch, loss, lambda named: torch.optim.SGD([p for _, p in named], 0.1), **given)
 
 
-def changed(scores: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(scores, target, WEIGHTS[:].mul_(1.1).to(scores))
+def check(made: piper.Job, name: str) -> str:
+    """Compare two steps with plain PyTorch on the whole batch; return the kind of the loss."""
+    mesh, directives = STRATEGIES[name]
+    compiled = piper.compile(made, piper.Strategy(piper.Mesh(**mesh), directives))
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=False, gradients=True)
+    parity.assert_parity(run, parity.reference(made, replicas=compiled.plan.replicas, microbatches=2, steps=2))
+    return compiled.plan.loss_kind
 
 
-def uncast(scores: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(scores.double(), target, WEIGHTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_trains_the_whole_batch_or_is_refused(name: str) -> None:
+    kind, loss = losses.LOSSES[name]
+    way = list(STRATEGIES)[NAMES.index(name) % len(STRATEGIES)]
+    if kind == "refused":
+        with pytest.raises(CaptureError, match=r'losses.py:\d+.*Job\(loss_over="microbatch"\)'):
+            check(job(loss), "pp")
+        return
+    assert check(job(loss), way) == kind
 
 
-class Centers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centers = nn.Parameter(torch.randn(CLASSES, CLASSES))
-
-    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(scores, self.centers[target])
+@pytest.mark.long
+@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("name", [n for n in NAMES if losses.LOSSES[n][0] != "refused"])
+def test_a_loss_under_every_kind_of_plan(name: str, way: str) -> None:
+    assert check(job(losses.LOSSES[name][1]), way) == losses.LOSSES[name][0]
 
 
-def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
-    return x, (x[:, 0] * 10).long() % CLASSES
+def test_the_table_of_losses_is_this_one() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "your_model.md").read_text()
+    assert {n.replace("`", ""): word for n, word in ROW.findall(text)} == {
+        n.replace("`", ""): WORDS[kind] for n, (kind, _) in losses.LOSSES.items()
+    }
 
 
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
+@pytest.mark.parametrize("name", ["dice", "sqrt(mse_loss)", "rows compared with each other"])
+def test_a_refused_loss_is_accumulated_where_the_job_says_so(name: str) -> None:
+    made = job(losses.LOSSES[name][1], loss_over="microbatch")
+    mesh, directives = STRATEGIES["pp"]
+    compiled = piper.compile(made, piper.Strategy(piper.Mesh(**mesh), directives))
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=False, gradients=True)
+    parity.assert_parity(run, parity.reference(made, microbatches=4, steps=2))
+    with pytest.raises(AssertionError):
+        parity.assert_parity(run, parity.reference(job(losses.LOSSES[name][1]), microbatches=4, steps=2))
+    report = verify_strategy(made, compiled.strategy, steps=1)
+    assert report.equal and report.equal_whole_batch is False, report.text()
 
 
-TWO = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
+class WithLoss(losses.Tagger):
+    """Computes its own loss, with a penalty of its weights and one of its scores."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        scores = super().forward(tokens)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten()) if labels is not None else 0.0
+        loss += 0.01 * self.head.weight.pow(2).sum()
+        return {"loss": loss + 1e-3 * scores.logsumexp(-1).pow(2).mean(), "scores": scores}
 
 
-def job(loss: Any) -> piper.Job:
-    return piper.Job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)), batch, loss, sgd, global_batch=8)
+def labelled(step: int, rows: range) -> dict[str, Tensor]:
+    tokens, t = losses.batch(step, rows)
+    return {"tokens": tokens, "labels": t["y"]}
 
 
-def gaussian(scores: Tensor, target: Tensor) -> Tensor:
-    """torch's function looks for negative variances, which no graph can."""
-    wide, wanted = F.softplus(scores), F.one_hot(target, CLASSES).to(scores)
-    return F.gaussian_nll_loss(scores, wanted, wide, full=True) + nn.GaussianNLLLoss(reduction="sum")(scores, wanted, wide[:, 0])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_with_its_own_loss(name: str) -> None:
+    made = piper.Job(
+        WithLoss, labelled, None, lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=losses.ROWS,
+        precision=piper.Precision("float64"),
+    )  # fmt: skip
+    assert check(made, name) == "total"
 
 
-LOSSES = {"module": Weighted(), "closure": in_closure(), "global": of_global, "gaussian": gaussian}
+def test_totals_of_processes_are_those_of_one_process() -> None:
+    made = job(losses.LOSSES["a list of pairs"][1])
+    strategy = piper.Strategy(piper.Mesh(pp=2, dp=2), (*STRATEGIES["pp"][1], *piper.recipes.data_parallel()))
+    compiled = piper.compile(made, strategy)
+    runs = [piper.execute(compiled, steps=3, launcher=where, memory=False) for where in ("inline", "processes")]
+    assert runs[0].losses == runs[1].losses
+    expected = parity.reference(made, replicas=2, microbatches=4, steps=3)
+    assert runs[1].losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_equal_one_device(loss: Any) -> None:
-    report = verify_strategy(job(loss), TWO, steps=2)
-    assert report.equal, report.text()
+def test_two_roles_count_each_microbatch_once() -> None:
+    """The loss of DualPipe is on both ends of the pipeline."""
+    made = job(losses.LOSSES["several cross_entropies with their own targets"][1])
+    strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.dualpipe(pp=2, microbatches=4))
+    run = piper.execute(piper.compile(made, strategy), steps=2, launcher="inline", memory=False, gradients=True)
+    parity.assert_parity(run, parity.reference(made, microbatches=4, steps=2))
 
 
-def test_other_weights_are_another_capture() -> None:
-    def losses(weights: Tensor) -> list[float]:
-        compiled = piper.compile(job(nn.CrossEntropyLoss(weights)), TWO)
-        return piper.execute(compiled, steps=1, launcher="inline").losses
+def test_an_evaluation_has_totals_of_its_own() -> None:
+    loss = losses.LOSSES["cross_entropy plus a mean over all"][1]
+    made = job(loss, eval_data=losses.batch, eval_every=1, eval_batches=2)
+    compiled = piper.compile(made, piper.Strategy(piper.Mesh(pp=2), STRATEGIES["pp"][1]))
+    run = piper.execute(compiled, steps=1, launcher="inline", memory=False)
+    model = losses.Tagger().double()
+    model.load_state_dict(run.state_dict())
+    with torch.no_grad():
+        plain = [
+            float(loss(model(x), {n: _double(t) for n, t in y.items()})) for x, y in (losses.batch(k, range(8)) for k in (0, 1))
+        ]
+    assert run.evaluations[0]["loss"] == pytest.approx(sum(plain) / 2, rel=1e-9)
 
-    assert losses(WEIGHTS) != losses(WEIGHTS.flip(0))
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
-@pytest.mark.parametrize(
-    ("loss", "says"),
-    [
-        (changed, "changes a tensor of its own, of shape .3,., in place.*clone"),
-        (uncast, r"class weights of torch.float32 beside logits of torch.float64.*weight.to\(logits.dtype\)"),
-        (Centers(), "a parameter 'centers', which is trained.*Let the model hold it"),
-    ],
-    ids=["changed", "uncast", "trained"],
-)
-def test_what_cannot_be_a_constant_is_refused(loss: Any, says: str) -> None:
-    with pytest.raises(CaptureError, match=says):
-        piper.compile(job(loss), TWO)
+def test_a_row_without_targets_counts_for_nothing() -> None:
+    """A microbatch whose labels are all ignored has a mean that is not a number, and a sum that is 0."""
+
+    def batch(step: int, rows: range) -> Any:
+        tokens, t = losses.batch(step, rows)
+        return tokens, {**t, "y": torch.where(torch.arange(rows.start, rows.stop)[:, None] < 4, -100, t["y"])}
+
+    made = piper.Job(
+        losses.Tagger, batch, losses.LOSSES["cross_entropy with ignore_index"][1],
+        lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=8, precision=piper.Precision("float64"),
+    )  # fmt: skip
+    check(made, "pp")

@@ -162,7 +162,7 @@ def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> Capt
     return CaptureKey(
         f"evaluated {model}" if evaluating else model,
         loss,
-        f"{_batch_of(job)} {job.shared_names} {job.batch_norm}",
+        f"{_batch_of(job)} {job.shared_names} {job.batch_norm} {job.loss_over}",
         job.precision.key,
         costs,
         tuple(map(str, settings)),
@@ -227,4 +227,5 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
             statistics=job.batch_norm is not None,
             metrics=of_outputs(job.metrics),
             evaluating=evaluating,
+            whole_batch=job.loss_over == "batch",
         )

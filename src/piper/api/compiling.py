@@ -90,7 +90,7 @@ class Compiled(Brief):
         if self.code is not None:
             from piper_compiler.capture import StoredCode
 
-            self.code.export([c.code for c in (*self.plan.chunks, *self.plan.variants)], self.plan.rows)
+            self.code.export(self.plan.codes, self.plan.rows)
             state["code"] = StoredCode(*self.code.made)
         if self.layers is not None:
             state["layers"] = self.layers.without_graph()

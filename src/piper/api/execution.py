@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
     """Raise JobError when a job differs from the compiled one in facts of the plan, which would be ignored silently."""
-    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row", "batch_norm", "metrics"):
+    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row", "batch_norm", "loss_over", "metrics"):
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
             raise JobError(

@@ -186,7 +186,7 @@ def _requests(
     code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
     for c in (target, *singles, *again):
         assert c.code is not None
-        exported = c.code.export([chunk.code for chunk in (*c.plan.chunks, *c.plan.variants)], c.plan.rows)
+        exported = c.code.export(c.plan.codes, c.plan.rows)
         code.setdefault(c.plan.rows, {}).update(
             {i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()}
         )

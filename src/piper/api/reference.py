@@ -1,8 +1,9 @@
 """Train a job by plain PyTorch on one device, and compare a run of a plan with it.
 
-The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It
-shares no code with Piper: the rows of a microbatch, the seed of random operations and the casts of mixed precision are
-restated here from their written rules.
+The reference is the user's unmodified module under autograd, in one process, with the whole batch in one forward and one
+backward. What depends on microbatches by the job's own word (`batch_norm`, `loss_over`), or because forward changes
+buffers, runs in a loop over them. It shares no code with Piper: the rows of a microbatch, the seed of random operations
+and the casts of mixed precision are restated here from their written rules.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Reference:
         buffers: After the last step, under their first names, without those that count the tokens of experts.
         state_dict: The module's, after the last step.
         places: Where the random state was set as for a plan: layers, and the parts before and after them.
+        by_parts: Whether the model ran on one microbatch after the other.
     """
 
     losses: list[float]
@@ -58,6 +60,7 @@ class Reference:
     buffers: Tensors
     state_dict: Tensors
     places: frozenset[int | str] = frozenset()
+    by_parts: bool = False
 
     @property
     def trained(self) -> set[str]:
@@ -73,22 +76,28 @@ def reference(
     steps: int = STEPS,
     head: int | str = "root.1",
     layers: Sequence[str] = (),
+    whole: bool = True,
 ) -> Reference:
-    """Train a job's model on one device as a plan with these numbers would.
+    """Train a job's model on one device, on the whole batch at once.
+
+    Models whose forward changes buffers, or takes statistics of a batch, run one microbatch after the other; their loss
+    is nevertheless computed from the outputs of all, if the job has a `loss`. With Job(loss_over="microbatch"), or
+    `whole=False`, a step trains the mean of the losses of microbatches.
 
     `head` is the seed's place for random operations after the last layer, and `layers` has the names of the modules
     that are the layers, one for each run, where they are others than the entries of nn.ModuleLists.
     """
     with torch.random.fork_rng(devices=[]), _flex_attention_trained():
         torch.manual_seed(job.seed)
-        trainer = _Trainer(job, replicas, microbatches, head, layers)
+        trainer = _Trainer(job, replicas, microbatches, head, layers, whole and job.loss_over == "batch")
         results = [trainer.step(step) for step in range(steps)]
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers() if not n.endswith(COUNTS)}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
-    return Reference(losses, gradients, named, buffers, state, trainer.random.places)
+    by_parts = trainer.by_parts or not trainer.whole
+    return Reference(losses, gradients, named, buffers, state, trainer.random.places, by_parts)
 
 
 @contextmanager
@@ -109,8 +118,10 @@ def _flex_attention_trained() -> Iterator[None]:
 class _Trainer:
     """Hold the module and its optimizer, under a job's rules."""
 
-    def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str, layers: Sequence[str] = ()):
-        self.job, self.replicas, self.microbatches = job, replicas, microbatches
+    def __init__(
+        self, job: Any, replicas: int, microbatches: int, head: int | str, layers: Sequence[str] = (), whole: bool = True
+    ):
+        self.job, self.replicas, self.microbatches, self.whole = job, replicas, microbatches, whole
         params = getattr(torch, job.precision.params)
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
@@ -124,15 +135,14 @@ class _Trainer:
         made = job.optimizer(self.updated.named())
         self.optimizers = [*made] if isinstance(made, list | tuple) else [made]
         self.schedulers = [job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler]
+        self.by_parts = job.batch_norm is not None
 
     def step(self, step: int) -> tuple[float, Tensors]:
         """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        losses, weights = self._accumulate(step)
-        # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
-        scale = 1.0 / (sum(weights) if weights else len(losses))
-        self.updated.take_sums(scale if weights else 1.0)
+        loss = self._whole_batch(step) if self.whole else self._accumulated(step)
+        self.updated.take_sums()
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_([p for _, p in self.updated.named()], self.job.clip_norm)
         gradients = {n: p.grad.clone() for n, p in self.updated.named() if p.grad is not None}
@@ -141,47 +151,128 @@ class _Trainer:
         self.updated.write()
         for scheduler in self.schedulers:
             scheduler.step()
-        return sum(losses) * scale, gradients
+        return loss, gradients
 
-    def _accumulate(self, step: int) -> tuple[list[float], list[float]]:
-        """Sum the gradients of all microbatches; return their losses, and their weights if there are any."""
+    def _whole_batch(self, step: int) -> float:
+        """Compute the gradients of the whole batch's loss; return the loss."""
+        before, rows = _copies(self.model), range(self.job.global_batch)
+        parts = self._microbatches if self.by_parts else [rows]
+        output, targets = self._forward(step, parts)
+        if not self.by_parts and len(self._microbatches) > 1 and _changed(self.model, before):
+            self.by_parts = True  # forward changes buffers, once for each microbatch
+            _restore(self.model, before)
+            return self._whole_batch(step)
+        loss = _scalar(_own_loss(output) if self.loss is None else self.loss(output, targets))
+        loss.backward()
+        self.updated.add()
+        return float(loss.detach())
+
+    def _forward(self, step: int, parts: Sequence[range]) -> tuple[Any, Any]:
+        """Return the outputs of the model for these parts of the batch, one behind the other, and their targets."""
+        before = _copies(self.model)
+        first: dict[str, Tensor] = {}
+        outputs, targets = [], []
+        for number, rows in enumerate(parts):
+            if number and not number % self.microbatches:
+                first = first or _copies(self.model)
+                _restore(self.model, before)  # every replica starts the step from the same buffers
+            output, target = self._called(step, rows)
+            outputs.append(output)
+            targets.append(target)
+        if first:
+            _restore(self.model, first)  # the first replica's copy counts
+        return _joined(outputs), _joined(targets)
+
+    def _accumulated(self, step: int) -> float:
+        """Sum the gradients of all microbatches; return the mean of their losses, or the sum over that of weights."""
         losses, weights = [], []
-        per_replica = self.job.global_batch // self.replicas
-        rows = per_replica // self.microbatches
-        before = [b.clone() for b in self.model.buffers()]
-        first: list[Tensor] = []
-        for replica in range(self.replicas):
-            for buffer, old in zip(self.model.buffers(), before, strict=True):
-                buffer.copy_(old)  # every replica starts the step from the same buffers
-            for i in range(self.microbatches):
-                start = replica * per_replica + i * rows
-                loss = self._loss(step, range(start, start + rows))
-                value, *weight = loss if isinstance(loss, tuple) else (loss,)
-                # A mean: each microbatch has its share before its backward, which need not be linear in it.
-                value.backward(None if weight else torch.full_like(value, 1.0 / (self.replicas * self.microbatches)))
-                self.updated.add()
-                losses.append(float(value.detach()))
-                weights += [float(w) for w in weight]
-            first = first or [b.clone() for b in self.model.buffers()]
-        for buffer, new in zip(self.model.buffers(), first, strict=True):
-            buffer.copy_(new)  # the first replica's copy counts
-        return losses, weights
+        before = _copies(self.model)
+        first: dict[str, Tensor] = {}
+        for number, rows in enumerate(self._microbatches):
+            if number and not number % self.microbatches:
+                first = first or _copies(self.model)
+                _restore(self.model, before)
+            output, targets = self._called(step, rows)
+            loss = _own_loss(output) if self.loss is None else self.loss(output, targets)
+            value, *weight = loss if isinstance(loss, tuple) else (loss,)
+            # A mean: each microbatch has its share before its backward, which need not be linear in it.
+            value.backward(None if weight else torch.full_like(value, 1.0 / len(self._microbatches)))
+            self.updated.add()
+            losses.append(float(value.detach()))
+            weights += [float(w) for w in weight]
+        if first:
+            _restore(self.model, first)
+        # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
+        scale = 1.0 / (sum(weights) if weights else len(losses))
+        self.updated.scale = scale if weights else 1.0
+        return sum(losses) * scale
 
-    def _loss(self, step: int, rows: range) -> Any:
+    @property
+    def _microbatches(self) -> list[range]:
+        """Return the rows of each microbatch of each replica."""
+        count = self.replicas * self.microbatches
+        rows = self.job.global_batch // count
+        return [range(k * rows, (k + 1) * rows) for k in range(count)]
+
+    def _called(self, step: int, rows: range) -> tuple[Any, Any]:
+        """Return the output of the model for some rows, and their targets."""
         inputs, targets = _pair(pytree.tree_map(self._cast, self.job.batch(step, rows)))
         with self.random.during(step, rows.start):
             if isinstance(inputs, tuple):
-                output = self.model(*inputs)
-            elif isinstance(inputs, Mapping):
-                output = self.model(**inputs)
-            else:
-                output = self.model(inputs)
-            return _own_loss(output) if self.loss is None else self.loss(output, targets)
+                return self.model(*inputs), targets
+            if isinstance(inputs, Mapping):
+                return self.model(**inputs), targets
+            return self.model(inputs), targets
 
     def _cast(self, leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
             return {key: pytree.tree_map(self._cast, item) for key, item in leaf.items()}
         return leaf.to(self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _scalar(loss: Any) -> Tensor:
+    """Return a loss as one number: a pair is a mean, and several pairs are the sum of their means."""
+    if isinstance(loss, list | dict):
+        means: Any = list(loss.values()) if isinstance(loss, dict) else loss
+        return sum((_scalar(pair) for pair in means), torch.zeros(()))
+    if isinstance(loss, tuple):
+        total, weight = loss
+        return total / (weight.detach() if isinstance(weight, Tensor) else weight)
+    return loss
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return nests of tensors with the rows of all parts; a scalar, as a loss of the model's own, is their mean."""
+    if len(parts) == 1:
+        return parts[0]
+    leaves, structures = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+    joined = [
+        torch.cat(same)
+        if isinstance(same[0], Tensor) and same[0].dim()
+        else sum(same) / len(same)
+        if _number(same[0])
+        else same[0]
+        for same in zip(*leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(joined, structures[0])
+
+
+def _number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _restore(model: nn.Module, copies: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.detach().copy_(copies[name])
+
+
+def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
+    """Return whether buffers have changed, apart from those that count tokens."""
+    return any(not torch.equal(b, before[n]) for n, b in model.named_buffers() if n in before and not n.endswith(COUNTS))
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -203,7 +294,7 @@ class _Updated:
 
     def __init__(self, model: nn.Module, precision: Any):
         compute, self._sums_in = (getattr(torch, d or precision.params) for d in (precision.compute, precision.reduce))
-        self._model, self._sums = model, dict[str, Tensor]()
+        self._model, self._sums, self.scale = model, dict[str, Tensor](), 1.0
         self._masters: dict[str, nn.Parameter] = {}
         for name, p in model.named_parameters():
             kept = [getattr(torch, d) for pattern, d in precision.keep.items() if fnmatchcase(name, pattern)]
@@ -222,13 +313,13 @@ class _Updated:
                 self._sums.setdefault(name, torch.zeros(p.shape, dtype=self._sums_in)).add_(p.grad)
                 p.grad = None
 
-    def take_sums(self, scale: float) -> None:
-        """Give the scaled sums to the parameters that are updated, as their gradients; begin new sums."""
+    def take_sums(self) -> None:
+        """Give the sums, times `scale`, to the parameters that are updated, as their gradients; begin new sums."""
         own = dict(self._model.named_parameters())
         for name, p in self.named():
             total, own[name].grad = self._sums.pop(name, own[name].grad), None
             if total is not None:
-                p.grad = (total.to(torch.promote_types(total.dtype, p.dtype)) * scale).to(p.dtype)
+                p.grad = (total.to(torch.promote_types(total.dtype, p.dtype)) * self.scale).to(p.dtype)
 
     def write(self, *, whole: bool = False) -> None:
         """Write the module's copies, or in the end let it have what they are copies of (`whole`)."""

@@ -128,10 +128,9 @@ class Replanner:
 
 
 def exported(compiled: Compiled) -> ExportedCode:
-    """Return the code of a plan's chunks."""
+    """Return the code of a plan's chunks, and that which counts in its batch."""
     assert compiled.code is not None
-    codes = [c.code for c in (*compiled.plan.chunks, *compiled.plan.variants)]
-    return compiled.code.export(codes, compiled.plan.rows)
+    return compiled.code.export(compiled.plan.codes, compiled.plan.rows)
 
 
 def _check_tuner() -> None:

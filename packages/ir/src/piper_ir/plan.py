@@ -29,7 +29,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Op
 from piper_ir.plan_groups import Bucket as Bucket
 from piper_ir.plan_groups import Channel as Channel
-from piper_ir.program import BatchTensor, Buffer, Chunk, Param
+from piper_ir.program import BatchTensor, Buffer, Chunk, LossKind, Param
 from piper_ir.sizes import TensorSpec, bind
 from piper_ir.tools import Brief, size_text
 
@@ -237,7 +237,7 @@ class Plan(Brief):
     params: tuple[Param, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     batch: tuple[BatchTensor, ...] = ()
-    loss_kind: Literal["mean", "sum"] = "mean"
+    loss_kind: LossKind = "mean"
     hop: float = 0.0
     recv_ahead: int = 2
     tokens_per_row: int | None = None
@@ -258,6 +258,11 @@ class Plan(Brief):
         object.__setattr__(self, "_roles", {r.role: r for r in self.roles})
         object.__setattr__(self, "_channels", {c.id: c for c in self.channels})
         object.__setattr__(self, "_buckets", {b.id: b for b in self.buckets})
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Return the ids of all code that ranks run: that of chunks, and that which counts in a batch."""
+        return (*(c.code for c in (*self.chunks, *self.variants)), *(b.counter for b in self.batch if b.counter))
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield what the plan is for, its size, and the peak of its fullest role."""

@@ -29,6 +29,7 @@ from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
 
 Step = Literal["F", "R", "I", "W"]
+LossKind = Literal["mean", "sum", "total"]
 KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
 
@@ -325,10 +326,18 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """Describe a tensor of the batch by its path in what Job.batch returns ("inputs.0", "targets", ...)."""
+    """Describe a tensor of the batch by its path in what Job.batch returns ("inputs.0", "targets", ...).
+
+    Attributes:
+        counter: the code whose F counts this tensor in the tensors `counts` of a microbatch; "" for one that Job.batch
+            returns. Its values are added up over all microbatches of the global batch before a step begins.
+        counts: the names of these tensors.
+    """
 
     name: str
     spec: TensorSpec
+    counter: str = ""
+    counts: tuple[str, ...] = ()
 
 
 KEPT = 8
@@ -341,7 +350,8 @@ class Program:
 
     Attributes:
         loss_kind: "mean" when the loss is a mean over the rows of the microbatch. "sum" when the last chunk has outputs
-            of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
+            of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch. "total" when the
+            losses of microbatches add up to that of the global batch.
         source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
@@ -357,7 +367,7 @@ class Program:
     params: tuple[Param, ...] = field(default=(), repr=False)
     buffers: tuple[Buffer, ...] = field(default=(), repr=False)
     batch: tuple[BatchTensor, ...] = field(default=(), repr=False)
-    loss_kind: Literal["mean", "sum"] = "mean"
+    loss_kind: LossKind = "mean"
     source: Literal["captured", "synthetic"] = "captured"
     hop: float = 0.0
     overlap: tuple[float, ...] = ()

@@ -8,11 +8,12 @@ of steps. Other packages import what they need from here.
 from piper_ops.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
 from piper_ops.batch_norm import BATCH_NORMS, BatchNorm
 from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
-from piper_ops.builder import user_line
+from piper_ops.builder import Builder, user_line
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.errors import ExpertsOverflow, UnsupportedVariant
+from piper_ops.examples import Examples
 from piper_ops.experts import (
     grouped_mm,
     grouped_mm_dgrad,
@@ -69,6 +70,8 @@ from piper_ops.vocabulary import (
 from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside, room_of_rounds
 
 __all__ = [
+    "Builder",
+    "Examples",
     "PLANNING",
     "LoadedModule",
     "MadeTensor",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
+from piper_compiler.capture.batch_loss import over_whole_batch
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
 from piper_compiler.capture.concrete import concrete_shape
+from piper_compiler.capture.counting import CounterSpec
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
@@ -53,6 +56,7 @@ def trace(
     statistics: bool = False,
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
+    whole_batch: bool = True,
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
@@ -65,7 +69,7 @@ def trace(
             constructor reads values of tensors.
         batch: rows -> (inputs, targets), or a mapping of inputs. inputs is a tensor, a tuple (positional) or a mapping
             (keyword), targets any nest of tensors; dimension 0 of every tensor is the rows, but for `shared` ones.
-        loss: a mean over the rows, or (sum, weight); None for the model's own.
+        loss: a scalar, (sum, weight), or a list or dict of such pairs; None for the model's own.
         dtype: floating-point parameters and batch tensors are cast to it. Buffers stay as the model made them, but for
             float64, which is there to compare: all is in float64 then.
         reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
@@ -75,6 +79,7 @@ def trace(
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
+        whole_batch: whether the loss is that of the whole batch; else the mean of those of microbatches.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -88,6 +93,9 @@ def trace(
         )
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
+        forward = (
+            over_whole_batch(forward) if whole_batch else replace(forward, loss_kind="mean" if forward.weight is None else "sum")
+        )
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)
@@ -173,15 +181,20 @@ class _Assembly:
                 Param(p.name, TensorSpec(p.shape, dtype_name(p.dtype)), p.tied, p.name in trained) for p in self._forward.params
             ),
             buffers=tuple(Buffer(b.name, TensorSpec(b.shape, dtype_name(b.dtype)), b.persistent) for b in self._forward.buffers),
-            batch=tuple(
-                BatchTensor(name, TensorSpec(self._batch_shape(name, tuple(t.shape)), dtype_name(t.dtype)))
-                for name, t in self._forward.batch.items()
-            ),
+            batch=tuple(self._batch_tensor(name, t) for name, t in self._forward.batch.items()),
             constants=self._forward.constants,
-            loss_kind="sum" if self._forward.weight is not None else "mean",
+            loss_kind=self._forward.loss_kind,
             layers=self._asked,
             chained=self._cut.layers.chained,
         )
+
+    def _batch_tensor(self, name: str, tensor: torch.Tensor) -> BatchTensor:
+        spec, counted = TensorSpec(self._batch_shape(name, tuple(tensor.shape)), dtype_name(tensor.dtype)), self._forward.counted
+        if counted is None or self._forward.origins[counted.totals].name != name:
+            return BatchTensor(name, spec)
+        counter = CounterSpec(self._forward)
+        self._store.add_counter(counter)
+        return BatchTensor(name, spec, counter.code, counter.reads)
 
     def _batch_shape(self, name: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
         return shape if name in self._forward.fixed else (affine(0, 1), *shape[1:])

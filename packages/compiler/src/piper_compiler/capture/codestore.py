@@ -13,6 +13,7 @@ from torch import Tensor
 from piper_compiler.capture._torch_context import check_context
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
+from piper_compiler.capture.counting import CounterSpec
 from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dispatch import Dispatch
 from piper_compiler.capture.dynamo import Forward
@@ -125,6 +126,7 @@ class CodeStore:
 
     def __init__(self) -> None:
         self._recipes: dict[str, TraceSpec] = {}
+        self._counters: dict[str, CounterSpec] = {}
         self._traced: dict[tuple[str, int], TracedChunk] = {}
         self._joints: dict[tuple[str, int], Joint] = {}
         self._sharded: dict[tuple[str, int], Sharded] = {}
@@ -132,6 +134,10 @@ class CodeStore:
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._recipes.setdefault(code, recipe)
+
+    def add_counter(self, counter: CounterSpec) -> None:
+        """Let the store make the code that counts in a batch."""
+        self._counters.setdefault(counter.code, counter)
 
     def variant(self, code: str, keep: str) -> str:
         """Return the code id of a code under a policy of recomputation."""
@@ -200,21 +206,24 @@ class CodeStore:
         return dict(self._traced), dict(self._expected)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._recipes)
+        yield from self._recipes
+        yield from self._counters
 
     def __len__(self) -> int:
         return len(self._recipes)
 
     def trace(self, code: str, rows: int) -> TracedChunk:
         """Return the chunk's steps at exactly `rows` rows, with plain integers as sizes."""
-        if code not in self._recipes:
+        if code not in self._recipes and code not in self._counters:
             raise CaptureError(f"no code {code!r} in this store; it holds {', '.join(self._recipes)}")
         if rows < 1:
             raise CaptureError(f"a microbatch has {rows} rows on one device; it needs at least one")
         found = self._traced.get((code, rows))
         if found is None:
             check_context()
-            found = self._traced[code, rows] = self._made(code, self._recipes[code], rows)
+            counter = self._counters.get(code)
+            found = counter.trace(rows) if counter is not None else self._made(code, self._recipes[code], rows)
+            self._traced[code, rows] = found
         return found
 
     def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:

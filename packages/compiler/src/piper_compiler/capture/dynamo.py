@@ -37,6 +37,7 @@ from piper_compiler.capture.statistics import check_batch_norms
 from piper_compiler.capture.tags import is_opaque
 from piper_compiler.capture.tracing import EXAMPLE_ROWS, NONE, Recorder, followed, step
 from piper_ir.errors import CaptureError
+from piper_ir.program import LossKind
 from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
 
@@ -85,6 +86,8 @@ class Forward:
         repeat: how to trace the next call, where forward changes something that was there before.
         notes: what was done with the model that its author should know.
         trace_at: traces the same at another number of rows; None where forward changes something.
+        counted: the numbers of the whole batch that the loss reads.
+        loss_kind: how the losses of microbatches become that of the whole batch; see `piper_ir.program.Program`.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -109,11 +112,26 @@ class Forward:
     norms: tuple[BatchNorm, ...] = ()
     metrics: tuple[MetricNode, ...] = ()
     trace_at: Callable[[int], Forward] | None = None
+    loss_kind: LossKind = "mean"
+    counted: Counted | None = None
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """Return the nodes of the scalars that a step hands out: the loss, its weight, metrics."""
         return (self.loss, *([] if self.weight is None else [self.weight]), *[m.node for m in self.metrics])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Say which numbers of the whole batch a loss reads.
+
+    Attributes:
+        totals: the placeholder of their tensor.
+        reductions: the nodes that make them of a microbatch, whose values are added up.
+    """
+
+    totals: fx.Node
+    reductions: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)

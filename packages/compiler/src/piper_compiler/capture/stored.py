@@ -18,6 +18,7 @@ from piper_compiler.capture._torch_rows import RowGuard
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import with_layers
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
+from piper_compiler.capture.counting import CounterSpec
 from piper_compiler.capture.dispatch import Dispatch
 from piper_compiler.capture.dynamo import Forward, TensorInfo
 from piper_compiler.capture.joint import TracedChunk
@@ -241,6 +242,9 @@ class StoredCode(CodeStore):
 
     def add(self, code: str, recipe: TraceSpec) -> None:
         self._again().code.add(code, recipe)
+
+    def add_counter(self, counter: CounterSpec) -> None:
+        self._again().code.add_counter(counter)
 
     def variant(self, code: str, keep: str) -> str:
         return self._live(code).variant(code, keep)

@@ -62,6 +62,8 @@ def step(
 
 
 def _losses(result: Any) -> tuple[Tensor, ...]:
+    if type(result) in (list, dict):  # Dynamo follows no union of types
+        result = _sum_of_means(result)
     total, *rest = result if isinstance(result, tuple) else (result,)
     if isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16):
         total = total.float()
@@ -71,6 +73,18 @@ def _losses(result: Any) -> tuple[Tensor, ...]:
     if isinstance(weight, Tensor):
         return total, weight.detach().to(total.dtype)
     return total, torch.full((), weight, dtype=total.dtype)
+
+
+def _sum_of_means(pairs: list[Any] | dict[str, Any]) -> Any:
+    """Return the sum of several means, each a pair (sum, weight); anything else stays as it is."""
+    means = list(pairs.values()) if isinstance(pairs, dict) else pairs
+    for pair in means:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            return pairs
+    total: Any = 0.0
+    for part, weight in means:
+        total = total + part / (weight.detach() if isinstance(weight, Tensor) else weight)
+    return total
 
 
 @dataclass

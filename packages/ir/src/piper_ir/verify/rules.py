@@ -41,7 +41,7 @@ RULES: dict[str, str] = {
     "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all their ranks",
     "R24-reduction": "a bucket that several ranks hold is all-reduced once per step on each, after its last accumulation",
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
-    "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
+    "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, else 1; a sum has weighted updates; one clip",
     "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch, exchanged once between experts and the "
     "rest, and summed up once where devices hold terms; a tangent sums its consumers' gradients",
     "R30-shards": "ranks share a bucket's states along axes of its replication, in equal parts of whole 256 bytes; each role has "

@@ -36,7 +36,7 @@ def check_steps(findings: Findings) -> None:
             if op.keep != KEEP_ALL:
                 variants[op.chunk, part.mb] = op.variant
         elif isinstance(part.op, Seed):
-            expected = 1.0 if plan.loss_kind == "sum" else 1 / (plan.microbatches * plan.replicas)
+            expected = 1 / (plan.microbatches * plan.replicas) if plan.loss_kind == "mean" else 1.0
             if not isclose(part.op.value, expected, rel_tol=1e-12):
                 findings.add(
                     "R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0]

@@ -22,6 +22,7 @@ from piper_ir.plan import COMPUTE, inside_channel
 from piper_runtime.engine.fibers import ExchangeRequest, Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.batch_totals import counting_ranks
 from piper_runtime.rank.code import raised_in_step
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 from piper_runtime.rank.rank_state import no_exchange
@@ -50,6 +51,23 @@ class _State:
         return self.issued == len(self.rank.entries) and not any(self.queues.values())
 
 
+class _CountedHere:
+    """Add up what the ranks of this process count; one that has not counted yet does so now."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+
+    def begin(self) -> None:
+        """Do nothing: each rank starts its own count."""
+
+    def give(self, counted: torch.Tensor) -> None:
+        """Do nothing: `total` asks the ranks."""
+
+    def total(self) -> torch.Tensor:
+        """Return the sum over the ranks that count."""
+        return torch.stack([r.feed.count() for r in self._ranks]).sum(0)
+
+
 class InlineEngine:
     """Run steps of ranks that are bound to one plan; `counters` observe the memory of ranks."""
 
@@ -58,6 +76,10 @@ class InlineEngine:
         self.counters = counters or {}
         self._meeting = {r.rank: _meeting(r) for r in ranks}
         self._mates: dict[tuple[int, str], tuple[int, ...]] = {}
+        counting = set(counting_ranks(ranks[0].plan)) if ranks else set()
+        meeting = _CountedHere([r for r in ranks if r.rank in counting])
+        for r in ranks:
+            r.feed.totals.meeting = meeting
 
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
         """Run one optimizer step; return the spans of every rank.

@@ -52,7 +52,7 @@ def make_requests(
 def _shipped(plan: Plan, role: RolePlan, code: ExportedCode) -> dict[str, dict[str, ShippedCode]]:
     """Return the code that a role executes, in the form in which it travels."""
     found: dict[str, dict[str, ShippedCode]] = {}
-    for code_id, step in used_code(plan, role):
+    for code_id, step in (*used_code(plan, role), *((b.counter, "F") for b in plan.batch if b.counter)):
         source = code[code_id][step]
         found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
     return found

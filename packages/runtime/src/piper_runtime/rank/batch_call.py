@@ -29,7 +29,7 @@ class BatchCall:
 
     Attributes:
         rows: the rows of each microbatch, in the order in which the rank loads them first.
-        names: the tensors of each microbatch that the rank loads.
+        names: the tensors of each microbatch that the rank loads, or counts in.
         looks: shape and dtype of each tensor.
         constants: what else the function returns, the same in every call.
         field: the field of the job that the function is.
@@ -86,9 +86,10 @@ def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
     """Return the calls of a batch function that one rank of a plan makes."""
     replica = plan.replica_of(rank)
     names: dict[int, dict[str, None]] = {}
+    counts = {b.name: b.counts for b in plan.batch if b.counter}
     for part in (p for instr in plan.role_of(rank).program for p in instr.parts):
         if isinstance(part.op, Load):
-            names.setdefault(part.mb, {})[part.op.tensor] = None
+            names.setdefault(part.mb, {}).update(dict.fromkeys(counts.get(part.op.tensor, (part.op.tensor,))))
     specs = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
     looks = {n: TensorLook(tuple(bind(d, 0) for d in s.shape), getattr(torch, s.dtype)) for n, s in specs.items()}
     rows = {mb: microbatch_rows(plan, replica, mb) for mb in names}

@@ -13,6 +13,7 @@ from piper_ir.errors import JobError
 from piper_ir.ops import Compute, Load
 from piper_ir.plan import Plan
 from piper_runtime.rank.batch_call import batch_call
+from piper_runtime.rank.batch_totals import BatchTotals, Counters
 from piper_runtime.rank.device import CPU
 from piper_runtime.rank.job import Batch
 from piper_runtime.rank.loader_process import LoaderProcesses
@@ -69,15 +70,19 @@ class Feed:
     tensors, by time.perf_counter.
     """
 
-    def __init__(self, plan: Plan, rank: int, batch: Batch, device: torch.device = CPU):
+    def __init__(self, plan: Plan, rank: int, batch: Batch, device: torch.device = CPU, counters: Counters | None = None):
         self._call = batch_call(plan, rank, batch)
+        self.totals = BatchTotals(plan, rank, counters, self._call.looks)
         self._rank = rank
         ops = [(p.mb, p.op) for i in plan.role_of(rank).program for p in i.parts]
-        self._uses = Counter((mb, op.tensor) for mb, op in ops if isinstance(op, Load))
+        self._uses = Counter(
+            (mb, name) for mb, op in ops if isinstance(op, Load) for name in self.totals.counts.get(op.tensor, (op.tensor,))
+        )
         chunks = {op.chunk for _, op in ops if isinstance(op, Compute) and op.step == "F"}
         self._generator = generator(device) if any(c.random for c in plan.chunks if c.id in chunks) else None
         self._left: Counter[tuple[int, str]] = Counter()
         self._staged: dict[int, Microbatch] = {}
+        self._fetched_mbs: set[int] = set()
         self._loader: Loader | None = None
         self._may_start = self._watched = False
         self._began = 0.0
@@ -105,6 +110,8 @@ class Feed:
         self.step = step
         self._left = self._uses.copy()
         self._staged.clear()
+        self._fetched_mbs.clear()
+        self.totals.begin()
         self.waits.clear()
         while self._loader is not None and self._asked < min(step + 1, self._last):
             self._asked = max(self._asked + 1, step)
@@ -113,8 +120,12 @@ class Feed:
     def take(self, name: str, mb: int) -> torch.Tensor:
         """Return a microbatch's rows of one batch tensor, of the planned shape.
 
-        The caller copies it before it takes another. Raises JobError when the batch does not fit.
+        The caller copies it before it takes another. Raises JobError when the batch does not fit. Where the loss reads
+        numbers of the whole batch, all microbatches of the step are called for at once, and counted in.
         """
+        self.count()
+        if name in self.totals.counts:
+            return self.totals.of(name)
         self._left[mb, name] -= 1
         staged = self._staged.setdefault(mb, {})
         if name in staged:
@@ -127,10 +138,31 @@ class Feed:
             staged.pop(name, None)
         return tensor
 
+    def count(self) -> torch.Tensor:
+        """Count in the microbatches of this step, unless that is done; return the numbers of this rank."""
+        if self.totals.open:
+            self.totals.give(self._counted_in)
+        return self.totals.counted
+
+    def _counted_in(self) -> Iterator[tuple[int, Microbatch]]:
+        """Yield each microbatch of this step with its tensors that the loss's numbers are counted in."""
+        counted = {name for names in self.totals.counts.values() for name in names}
+        for mb in self._call.rows:
+            if mb not in self._fetched_mbs:
+                fresh = self._fetched(mb)
+                self._staged.setdefault(mb, {}).update({n: self.kept(t) for n, t in fresh.items()})
+            if counted <= set(self._staged[mb]):
+                yield mb, {name: self._staged[mb][name] for name in counted}
+            for name in counted & set(self._staged[mb]):
+                self._left[mb, name] -= 1
+                if self._left[mb, name] <= 0:
+                    del self._staged[mb][name]
+
     kept = staticmethod(kept)
 
     def _fetched(self, mb: int) -> Microbatch:
         """Return the tensors of a microbatch that this rank loads."""
+        self._fetched_mbs.add(mb)
         start = time.perf_counter()
         if self._loader is None:
             found = self._called(mb)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -56,8 +56,9 @@ class Job:
             tuple (positional) or a mapping (keyword), targets any nest of tensors. A mapping alone is the inputs.
             Numbers, bools and texts in it are constants of the model. `from_dataset` and `from_stream` make one, which
             is bound to `global_batch` here.
-        loss: (output, targets) -> a mean over rows, or a pair (sum, weight). None for the model's own loss: its output,
-            the first of several, or `output.loss`.
+        loss: (output, targets) -> a scalar, which is that of the whole global batch: a sum or a mean over rows, also over
+            those that the batch decides; a pair (sum, weight); or a list or dict of pairs, whose means are added up. None
+            for the model's own loss: its output, the first of several, or `output.loss`.
         optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
             full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
@@ -72,6 +73,9 @@ class Job:
         batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
             plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
             None refuses them.
+        loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
+            does, where a loss combines rows in another way than a sum does; it then depends on how many there are.
+            "batch" refuses such a loss.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
             (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
         eval_data: as `batch`, or a dataset; the model is evaluated on it: forwards in eval mode.
@@ -82,7 +86,7 @@ class Job:
 
     model: Callable[[], nn.Module]
     batch: Batch
-    loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
+    loss: Callable[[Any, Any], Any] | None = None
     optimizer: MakesOptimizer | Mapping[str, MakesOptimizer] = _MISSING
     global_batch: int = _MISSING
     tokens_per_row: int | None = None
@@ -94,6 +98,7 @@ class Job:
     rename: Renames = field(default_factory=dict, hash=False)
     shared: str | tuple[str, ...] = ()
     batch_norm: str | None = None
+    loss_over: Literal["batch", "microbatch"] = "batch"
     metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]] = field(default_factory=dict, hash=False)
     eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
     eval_every: int | None = None

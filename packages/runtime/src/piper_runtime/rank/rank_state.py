@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class RankState:
         self.before_update: Callable[[], None] = _nothing
         with torch.no_grad():
             self.store, self.optimizer = self._states(job, params, buffers)
-        self.feed = Feed(plan, rank, job.batch, device)
+        self.feed = Feed(plan, rank, job.batch, device, partial(LoadedSteps(code), step="F"))
         self.counts = not plan.mesh.index_along(plan.shared, rank)
         self.exchange: Exchange = no_exchange
         self.steps = LoadedSteps(code, device, self._globals(), self.dropped.kernels)

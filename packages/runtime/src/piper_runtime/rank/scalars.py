@@ -27,9 +27,12 @@ def scalar_name(output: Output) -> str:
 def step_loss(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> float:
     """Return the loss of a step, or of several batches, from the scalars of all ranks.
 
-    It is the mean over microbatches and replicas, or the sum of losses over the sum of weights.
+    It is the mean over microbatches and replicas, their sum, or the sum of losses over the sum of weights. Of several
+    batches that have a sum each, it is the mean of these.
     """
     total = _total("loss", scalars)
+    if plan.loss_kind == "total":
+        return total / batches
     if plan.loss_kind == "mean":
         return total / (plan.microbatches * plan.replicas * batches)
     weight = _total("weight", scalars)

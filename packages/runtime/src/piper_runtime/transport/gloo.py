@@ -20,6 +20,7 @@ from piper_ir.plan import Plan
 from piper_runtime.engine.streams import Posted
 from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.rank import BoundComm
+from piper_runtime.transport.store_meeting import StoreMeeting
 
 LOOPBACK = "127.0.0.1"
 COPIED = 1 << 16
@@ -42,6 +43,7 @@ class GlooCommunicators:
         self._rank = rank
         self._groups: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
+        self._meetings = 0
 
     @property
     def store(self) -> Any:
@@ -77,6 +79,11 @@ class GlooCommunicators:
         options._threads = 1
         store = dist.PrefixStore(key, self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
+
+    def meeting(self, ranks: tuple[int, ...]) -> StoreMeeting:
+        """Return what adds up, over these ranks, numbers that they count before a step; all ranks call this alike."""
+        self._meetings += 1
+        return StoreMeeting(dist.PrefixStore(f"meeting {self._meetings}", self._store), self._rank, ranks)
 
     def close(self) -> None:
         """Drop the groups; a group that nobody else holds waits for its threads, which must be idle."""

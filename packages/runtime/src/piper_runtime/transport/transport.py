@@ -16,6 +16,7 @@ from piper_ir.plan import COMPUTE
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Communicate, Engine
 from piper_runtime.engine.streams import CpuStreams, Heartbeat, StreamBackend
+from piper_runtime.rank.batch_totals import counting_ranks
 from piper_runtime.rank.device import choose_device
 from piper_runtime.rank.rank import Rank
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -104,6 +105,8 @@ def connected(
     (`piper_runtime.engine.ranges`).
     """
     around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
+    if counting := counting_ranks(rank.plan):
+        rank.feed.totals.meeting = gloo.meeting(counting)
     streams = [s for s in rank.role.streams if s != COMPUTE]
     match agreed_transport(rank.rank, rank.plan.mesh.world, rank.device, local_world, gloo):
         case "gloo":

@@ -1,0 +1,190 @@
+"""Write a mean whose denominator the batch decides as a pair (sum, weight)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.node import map_arg
+
+from piper_compiler.capture.batch_loss.reductions import IGNORED, arguments, call_name, is_portable_loss, reduced
+from piper_compiler.capture.batch_loss.terms import JOINED, Dependence, ancestors, with_writers
+from piper_compiler.capture.concrete import canonical_text
+from piper_compiler.capture.dynamo import Forward
+from piper_ops import Builder, Examples
+from piper_ops import cross_entropy as PORTABLE
+
+_OUT_OF_PLACE: Mapping[object, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def write_divisions(forward: Forward) -> Forward:
+    """Write each mean over classes in the loss as a sum divided by the number of targets, or by their weights.
+
+    Numbers that the loss changes in place (`loss += more`) become new numbers. The graph computes the same as before;
+    what is no part of the loss, such as a metric, reads the mean as it was.
+    """
+    examples, wanted = Examples(), with_writers(forward.graph, ancestors([forward.loss]))
+    counts: dict[str, fx.Node] = {}
+    loss = forward.loss
+    for node in list(forward.graph.nodes):
+        if node not in wanted or node.op not in ("call_function", "call_method"):
+            continue
+        _out_of_place(node)
+        if node.op == "call_function" and reduced(node) == "classes":
+            old, mean = _divided(forward.graph, node, examples, counts)
+            old.replace_all_uses_with(mean, delete_user_cb=wanted.__contains__)
+            loss = mean if old is loss else loss
+    return replace(forward, loss=loss)
+
+
+def _out_of_place(node: fx.Node) -> None:
+    """Let a scalar that is changed in place be another one, which all that follows reads."""
+    target = _OUT_OF_PLACE.get(node.target)
+    if target is None or not isinstance(node.args[0], fx.Node):
+        return
+    old, value = node.args[0], node.meta.get("example_value")
+    example = old.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(example, torch.Tensor) or old.op == "placeholder":
+        return
+    later, reached = set[fx.Node](), node.next
+    while reached.op != "root":
+        later.add(reached)
+        reached = reached.next
+    old.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
+    node.target = target
+
+
+def _divided(graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Return the node of a mean, and a new one that makes the same of a sum and a count."""
+    given = arguments(node)
+    ignored = given.get("ignore_index", IGNORED)
+    first = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 0) if is_portable_loss(node) else node
+    after = Builder(graph, first, examples)
+    with graph.inserting_before(node):
+        if is_portable_loss(node):
+            total = after.first(Builder(graph, node, examples).call(PORTABLE, given["input"], given["target"], "sum", ignored))
+        else:
+            total = _summed(graph, node, given)
+        key = f"{given['target']} {ignored} {given.get('weight')}"
+        if key not in counts:
+            counts[key] = _count(after, given["target"], ignored, given.get("weight"))
+        return first, after.call(operator.truediv, total, counts[key])
+
+
+def _summed(graph: fx.Graph, node: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+    """Return the same call of torch's with the sum in place of the mean."""
+    total = graph.node_copy(node)
+    if call_name(node) == "nll_loss_nd":
+        total.args, total.kwargs = (given["input"], given["target"]), {**_rest(given), "reduction": 2}
+    else:
+        total.args, total.kwargs = (given["input"], given["target"]), {**_rest(given), "reduction": "sum"}
+    total.meta = dict(node.meta)
+    return total
+
+
+def _rest(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in ("input", "target", "reduction")}
+
+
+def _count(build: Builder, target: fx.Node, ignored: int, weight: fx.Node | None) -> fx.Node:
+    """Return the number of targets that count, or the sum of the weights of their classes."""
+    counted = build.call(torch.ne, target, ignored)
+    if weight is None:
+        return build.method("sum", counted)
+    of_targets = build.call(F.embedding, build.method("clamp", target, 0), build.method("unsqueeze", weight, -1))
+    return build.method("sum", build.method("mul", build.method("squeeze", of_targets, -1), counted))
+
+
+class Pair:
+    """Write the numerator of a loss whose terms have one divisor, and that divisor as its weight.
+
+    Constants in the loss, such as a penalty of the weights, are multiplied by the divisor.
+    """
+
+    def __init__(self, forward: Forward, of: Mapping[fx.Node, Dependence], divisors: Iterable[fx.Node]) -> None:
+        self._forward, self._graph, self._of, self._examples = forward, forward.graph, of, Examples()
+        self._divisors = set(divisors)
+        self._weight = next(n for n in self._graph.nodes if n in self._divisors)
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def written(self) -> tuple[fx.Node, fx.Node]:
+        """Return the nodes of the sum and of its weight."""
+        total = self._times_weight(self._forward.loss)
+        with self._graph.inserting_before(self._graph.output_node()):
+            build = Builder(self._graph, self._forward.loss, self._examples)
+            dtype = self._forward.loss.meta["example_value"].dtype
+            return total, build.method("to", build.method("detach", self._weight), dtype)
+
+    def _carries(self, node: fx.Node) -> bool:
+        found = self._of[node]
+        return found.divisor in self._divisors or any(t.divisor in self._divisors for t in found.terms or ())
+
+    def _times_weight(self, node: fx.Node) -> fx.Node:
+        """Return a node with a value times the divisor."""
+        if node not in self._made:
+            self._made[node] = self._scaled(node)
+        return self._made[node]
+
+    def _scaled(self, node: fx.Node) -> fx.Node:
+        if call_name(node) == "div" and node.args[1] in self._divisors:
+            assert isinstance(node.args[0], fx.Node)
+            return node.args[0]
+        if call_name(node) in ("add", "sub", *JOINED):
+            return weighted(
+                self._graph,
+                node,
+                lambda arg: self._times_weight(arg) if self._carries(arg) else self._constant(node, arg),
+                self._constant,
+            )
+        with self._graph.inserting_before(node):
+            made = self._graph.node_copy(node, lambda n: n)
+            made.args = map_arg(node.args, lambda arg: self._times_weight(arg) if self._carries(arg) else arg)
+            made.meta = dict(node.meta)
+        return made
+
+    def _constant(self, node: fx.Node, value: fx.Node | float) -> fx.Node:
+        with self._graph.inserting_before(node):
+            build = Builder(self._graph, node, self._examples)
+            return build.call(operator.mul, build.method("to", self._weight, node.meta["example_value"].dtype), value)
+
+
+def weighted(
+    graph: fx.Graph, node: fx.Node, part: Callable[[fx.Node], fx.Node], number: Callable[[fx.Node, float], fx.Node]
+) -> fx.Node:
+    """Return a copy of a sum, a difference or a stack with another part for each of its parts, and for each number."""
+    args = map_arg(node.args, part)
+    if call_name(node) not in JOINED:
+        args = tuple(a if isinstance(a, fx.Node) or a == 0 else number(node, a) for a in args[:2]) + args[2:]
+    with graph.inserting_before(node.next):
+        made = graph.node_copy(node, lambda n: n)
+        made.args, made.meta = args, dict(node.meta)
+    return made
+
+
+def same_values(nodes: Iterable[fx.Node], changed: bool) -> bool:
+    """Return whether nodes have the same value because they are computed in the same way from the same tensors.
+
+    Where the loss writes into tensors (`changed`), only one and the same node is.
+    """
+    distinct = list(dict.fromkeys(nodes))
+    return len(distinct) == 1 or (not changed and len({_text(n) for n in distinct}) == 1)
+
+
+def _text(node: fx.Node) -> str:
+    if node.op in ("placeholder", "get_attr"):
+        return node.name
+    return canonical_text(node, {n: _text(n) for n in node.all_input_nodes if n.op != "placeholder" or _is_tensor(n)})
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)

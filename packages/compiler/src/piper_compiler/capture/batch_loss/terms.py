@@ -1,0 +1,355 @@
+"""Say of each value in the loss how it depends on the rows of the batch.
+
+A loss is a formula of reductions over rows. A microbatch has only some of the rows, so the formula must be linear in
+the reductions that have gradients: then a step may add up the losses of microbatches. What they are divided by may be
+another reduction, without gradient: a number of targets, a sum of weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.batch_loss.reductions import MEANS, SUMS, Base, call_name, is_portable_loss, reduced
+from piper_compiler.capture.dynamo import Forward
+
+Divisor = fx.Node | Literal["batch"] | None
+"""The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
+
+SAME = frozenset(
+    {
+        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone", "detach", "permute"),
+        *("to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "neg", "getitem", "select"),
+        *("transpose", "t", "movedim", "view_as", "reshape_as", "narrow", "ravel", "item", "_to_copy", "alias"),
+    }
+)
+"""Calls that are linear in their first argument, and have no other tensor."""
+OF_NUMBERS = frozenset({"add", "sub", "mul", "div", "tensor", "scalar_tensor", "as_tensor"})
+"""Calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
+JOINED = frozenset({"stack", "cat", "concat", "hstack"})
+CHOSEN = frozenset({"where", "masked_fill"})
+
+
+@dataclass(frozen=True)
+class Term:
+    """Describe one part of a value that is a sum of parts."""
+
+    base: Base
+    divisor: Divisor = None
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """Say how a value depends on the rows.
+
+    Attributes:
+        rows: whether it has a dimension of rows, so that each row has its own part.
+        model: whether it depends on what the model computes, beside the batch.
+        grad: whether it has a gradient.
+        terms: its parts, if it is a reduction over rows, or a sum of those. None if it is another function of them.
+        divisor: the value by which each row's part is divided.
+        mixed: the node at which other rows get into a row's part, or at which it ceases to be a sum of parts.
+    """
+
+    rows: bool = False
+    model: bool = False
+    grad: bool = False
+    terms: frozenset[Term] | None = frozenset()
+    divisor: Divisor = None
+    mixed: fx.Node | None = None
+
+    @property
+    def constant(self) -> bool:
+        """Return whether it is the same in every microbatch."""
+        return not self.rows and self.terms is not None and all(t == Term("constant") for t in self.terms)
+
+    @property
+    def plain(self) -> Base | None:
+        """Return "sum" or "mean" if it is just that; None for everything else."""
+        if self.rows or self.terms is None or len(self.terms) != 1:
+            return None
+        (term,) = self.terms
+        return term.base if term.divisor is None and term.base != "constant" else None
+
+
+CONSTANT = Dependence(terms=frozenset({Term("constant")}))
+
+
+@dataclass
+class Dependences:
+    """Find the dependence of each node that the loss is made of, in the order of the graph.
+
+    `tail` has the nodes behind the last use of a parameter; what comes before counts as the model's.
+    """
+
+    forward: Forward
+    of: dict[fx.Node, Dependence] = field(default_factory=dict)
+    tail: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
+        before = ancestors(n for n in wanted if self._uses_parameter(n))
+        for node in self.forward.graph.nodes:
+            if node not in wanted:
+                continue
+            if node.op in ("placeholder", "get_attr"):
+                self.of[node] = self._leaf(node)
+            elif node in before or self._random(node):
+                self.of[node] = self._of_model(node)
+            else:
+                self.tail.append(node)
+                self.of[node] = self._found(node)
+
+    def _uses_parameter(self, node: fx.Node) -> bool:
+        kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]
+        return any(o.kind == "param" or o.name in self.forward.rewrites for o in kinds) or node.op == "call_module"
+
+    def _random(self, node: fx.Node) -> bool:
+        return isinstance(node.target, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+    def _leaf(self, node: fx.Node) -> Dependence:
+        if _size_of_rows(node):
+            return _size(node)
+        origin = self.forward.origins.get(node)
+        if origin is None or origin.kind != "batch" or origin.name in self.forward.fixed:
+            kept = origin is not None and (origin.kind == "kept" or origin.name in self.forward.rewrites)
+            return replace(CONSTANT, model=kept, grad=_grad(node))
+        return Dependence(rows=True)
+
+    def _of_model(self, node: fx.Node) -> Dependence:
+        """Return the dependence of a node before the last use of a parameter."""
+        if _has_rows(node):
+            return Dependence(rows=True, model=True, grad=_grad(node))
+        inputs = [self.of[n] for n in node.all_input_nodes if n in self.of]
+        if all(d.constant for d in inputs):
+            return replace(CONSTANT, grad=_grad(node))
+        return Dependence(model=True, grad=_grad(node), terms=None, mixed=node)
+
+    def _found(self, node: fx.Node) -> Dependence:
+        if is_size(node):
+            return _size(node) if _size_of_rows(node) else CONSTANT
+        inputs = [self.of[n] for n in node.all_input_nodes if not is_size(n) or call_name(node) in OF_NUMBERS]
+        base = Dependence(model=any(d.model for d in inputs), grad=_grad(node))
+        if all(d.constant for d in inputs) and not _has_rows(node):
+            return replace(CONSTANT, grad=base.grad)
+        if writes(node):
+            return self._written(node, inputs)
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_portable_loss(node.args[0]):
+            return self._loss_result(node)
+        if is_portable_loss(node) or (not _has_rows(node) and any(d.rows for d in inputs)):
+            return self._reduced(node, inputs, base)
+        if _has_rows(node):
+            return self._of_rows(node, inputs, base)
+        return self._formula(node, inputs, base)
+
+    def _loss_result(self, node: fx.Node) -> Dependence:
+        loss = node.args[0]
+        assert isinstance(loss, fx.Node)
+        found = self.of[loss]
+        return Dependence(rows=True, model=found.model, grad=found.grad) if _has_rows(node) else found
+
+    def _written(self, node: fx.Node, inputs: Collection[Dependence]) -> Dependence:
+        """Take what is written into a tensor as part of it from here on."""
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        old = self.of[target]
+        spoiled = next((d.mixed for d in inputs if d.mixed is not None), None)
+        foreign = next((d for d in inputs if not d.rows and not d.constant), None)
+        if old.rows and spoiled is None and foreign is None and not any(d.divisor for d in inputs):
+            new = replace(old, model=any(d.model for d in inputs))
+        elif old.constant and all(d.constant for d in inputs):
+            new = old
+        else:
+            new = replace(old, terms=None, mixed=spoiled or node)
+        self.of[target] = new
+        return new
+
+    def _reduced(self, node: fx.Node, inputs: Collection[Dependence], base: Dependence) -> Dependence:
+        """Return the dependence of a reduction over rows."""
+        mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
+        how, divisors = reduced(node), {d.divisor for d in inputs if d.divisor is not None}
+        others = [d for d in inputs if not d.rows and not d.constant]
+        if mixed is not None or how is None or len(divisors) > 1 or others:
+            return replace(base, terms=None, mixed=mixed or node)
+        if how == "rows":
+            return replace(base, rows=True, divisor=next(iter(divisors), None))
+        if how == "classes":
+            if divisors:
+                return replace(base, terms=None, mixed=node)
+            return replace(base, terms=frozenset({Term("sum", node)}))
+        return replace(base, terms=frozenset({Term(how, next(iter(divisors), None))}))
+
+    def _of_rows(self, node: fx.Node, inputs: Collection[Dependence], base: Dependence) -> Dependence:
+        """Return the dependence of a value with rows."""
+        name = call_name(node)
+        mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
+        given = [d for d in inputs if not d.rows and not d.constant]
+        divisors = {d.divisor for d in inputs if d.divisor is not None}
+        out = replace(base, rows=True)
+        if mixed is not None:
+            return replace(out, mixed=mixed)
+        if name in ("mul", "div") and len(given) == 1 and not divisors:
+            divisor = self._divisor(node, name, given[0])
+            return replace(out, mixed=node) if divisor is None else replace(out, divisor=divisor)
+        if given:
+            known = all(d.terms is not None and not d.model for d in given)
+            return replace(out, divisor="batch") if known else replace(out, mixed=node)
+        if not divisors:
+            return out
+        (first, *more) = divisors
+        linear = name in SAME | SUMS | MEANS | CHOSEN or (name == "mul" and sum(d.divisor is not None for d in inputs) == 1)
+        linear = linear or (name == "div" and isinstance(node.args[1], fx.Node) and self.of[node.args[1]].divisor is None)
+        if linear and not more:
+            return replace(out, divisor=first)
+        return replace(out, divisor="batch") if not any(self._of_model_divisor(d) for d in divisors) else replace(out, mixed=node)
+
+    def _of_model_divisor(self, divisor: Divisor) -> bool:
+        return isinstance(divisor, fx.Node) and self.of[divisor].model
+
+    def _divisor(self, node: fx.Node, name: str, given: Dependence) -> Divisor:
+        """Return the divisor of `rows / reduction`; None where the reduction has a gradient, or is none that is known."""
+        if not given.model:
+            return "batch" if given.terms is not None else None
+        by = node.args[1] if len(node.args) > 1 else None
+        plain = name == "div" and isinstance(by, fx.Node) and self.of[by] is given and not given.grad and given.plain == "sum"
+        return by if plain else None
+
+    def _formula(self, node: fx.Node, inputs: list[Dependence], base: Dependence) -> Dependence:
+        """Return the dependence of a value that is made of reductions."""
+        name = call_name(node)
+        if not base.model:
+            return self._of_batch(node, inputs, base)
+        mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
+        spoiled = replace(base, terms=None, mixed=mixed or node)
+        if mixed is not None:
+            return spoiled
+        terms = [d.terms for d in inputs if d.terms is not None]
+        if name in SAME | SUMS | MEANS and len([d for d in inputs if not d.constant]) == 1:
+            return replace(base, terms=next(d.terms for d in inputs if not d.constant))
+        if name in ("add", "sub", *JOINED):
+            numbers = name in ("add", "sub") and any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
+            return replace(base, terms=frozenset().union(*terms, [Term("constant")] if numbers else []))
+        if name == "mul":
+            changing = [d for d in inputs if not d.constant]
+            first = next((d for d in changing if d.model), changing[0])
+            others = [d for d in changing if d is not first]
+            if not others and len(changing) == sum(isinstance(a, fx.Node) and not self.of[a].constant for a in node.args):
+                return replace(base, terms=first.terms)
+            sizes = any(is_size(n) and not self.of[n].constant for n in node.all_input_nodes)
+            if all(not d.model for d in others) and len(others) == 1 and not sizes:
+                return self._over(first, "batch", base, spoiled)
+            return spoiled
+        if name == "div" and isinstance(node.args[0], fx.Node):
+            by = node.args[1]
+            if not isinstance(by, fx.Node) or self.of[by].constant:
+                return replace(base, terms=self.of[node.args[0]].terms)
+            return self._divided(self.of[node.args[0]], by, base, spoiled)
+        return spoiled
+
+    def _divided(self, over: Dependence, by: fx.Node, base: Dependence, spoiled: Dependence) -> Dependence:
+        """Return the dependence of a quotient of two reductions."""
+        under = self.of[by]
+        if under.grad or under.mixed is not None:
+            return replace(spoiled, mixed=under.mixed or spoiled.mixed)
+        if _size_of_rows(by):
+            # a sum over the rows divided by their number (times anything that is constant) is a mean
+            if over.terms is not None and all(t == Term("sum") for t in over.terms) and _multiple_of_rows(by):
+                return replace(base, terms=frozenset({Term("mean")}))
+            return spoiled
+        if under.plain is not None and over.terms is not None and all(t == Term(under.plain) for t in over.terms):
+            return replace(base, terms=frozenset({Term(under.plain, by)}))
+        return spoiled if under.model else self._over(over, "batch", base, spoiled)
+
+    def _over(self, over: Dependence, divisor: Divisor, base: Dependence, spoiled: Dependence) -> Dependence:
+        if over.terms is None or any(t.divisor not in (None, divisor) for t in over.terms):
+            return spoiled
+        return replace(base, terms=frozenset(Term(t.base, divisor) for t in over.terms))
+
+    def _of_batch(self, node: fx.Node, inputs: list[Dependence], base: Dependence) -> Dependence:
+        """Return the dependence of a number that the batch alone decides.
+
+        Sums and means of such numbers stay sums and means; any other function of them is one of the whole batch.
+        """
+        mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
+        if mixed is not None:
+            return replace(base, terms=None, mixed=mixed)
+        changing = [d for d in inputs if not d.constant]
+        name, kinds = call_name(node), {d.plain for d in changing}
+        numbers = any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
+        same = name in SAME | SUMS | MEANS and len(changing) == 1
+        same |= name in ("add", "sub") and len(changing) == len(inputs) and not numbers
+        same |= (name == "mul" and len(changing) == 1) or (name == "div" and len(changing) == 1 and _first_changes(node, self.of))
+        if same and len(kinds) == 1 and None not in kinds:
+            return replace(base, terms=frozenset({Term(changing[0].plain or "sum")}))
+        return replace(base, terms=frozenset({Term("sum", "batch")}))
+
+
+def _first_changes(node: fx.Node, of: Mapping[fx.Node, Dependence]) -> bool:
+    first = node.args[0]
+    return isinstance(first, fx.Node) and not of[first].constant
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes with all that they are made of."""
+    found, queue = set[fx.Node](), list(nodes)
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return found
+
+
+def writes(node: fx.Node) -> bool:
+    """Return whether a call changes its first argument in place."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return node.target is operator.setitem
+
+
+def with_writers(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Return nodes with the calls that change one of them in place, and what these calls read."""
+    found = set(nodes)
+    while True:
+        more = ancestors(n for n in graph.nodes if n not in found and writes(n) and n.args[0] in found) - found
+        if not more:
+            return found
+        found |= more
+
+
+def _grad(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+
+def _has_rows(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(v, Tensor) and any(map(_torch.is_symbolic, v.shape)) for v in values)
+
+
+def is_size(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float)
+
+
+def _size_of_rows(node: fx.Node) -> bool:
+    return is_size(node) and not isinstance(node.meta["example_value"], int | float)
+
+
+def _size(node: fx.Node) -> Dependence:
+    """Return the dependence of a number that is a size of the batch: multiples of the rows add up."""
+    return Dependence(terms=frozenset({Term("sum", None if _multiple_of_rows(node) else "batch")}))
+
+
+def _multiple_of_rows(node: fx.Node) -> bool:
+    value: Any = node.meta["example_value"]
+    at = [_torch.size_at(value, rows) for rows in (2, 3, 5)]
+    return at[0] * 3 == at[1] * 2 and at[1] * 5 == at[2] * 3

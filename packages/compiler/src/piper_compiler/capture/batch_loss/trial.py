@@ -1,0 +1,197 @@
+"""Compare what a loss is on some rows with what it is on their parts, with random numbers for what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.batch_loss.reductions import CLASSES, IGNORED, arguments, call_name
+from piper_compiler.capture.batch_loss.terms import ancestors, is_size, with_writers
+from piper_compiler.capture.concrete import concrete_call, tensors_of
+from piper_compiler.capture.dynamo import Counted, Forward
+
+ROWS, PARTS = 4, 2
+MOST = 2**24
+"""The largest number of elements in a tensor of the loss for which it is computed: a second or less."""
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""The relative differences that rounding explains; in half precision 0.03."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Hold the values of some rows, and the gradients of these values.
+
+    Attributes:
+        values: the numbers that were asked for.
+        gradients: of each of them, the gradients of what the loss reads, in one tensor for each that has any.
+    """
+
+    values: tuple[float, ...]
+    gradients: tuple[tuple[Tensor, ...], ...]
+
+
+class Trial:
+    """Run the tail of a graph, from the last use of a parameter to the loss, on random numbers.
+
+    Integers are 0 or 1, and -100 among targets; other numbers are from 0.05 to 0.95, so that they may be logits,
+    probabilities or weights. `possible` says whether the tail is small enough, and its rows can be told apart.
+    """
+
+    def __init__(self, forward: Forward, tail: Collection[fx.Node]) -> None:
+        self._forward, self._tail = forward, set(tail)
+        self._sources = list(
+            dict.fromkeys(n for node in tail for n in node.all_input_nodes if n not in self._tail and tensors_of(n))
+        )
+        self._merged = False
+        self._targets = self._class_targets()
+        self.possible = self._small() and all(self._dimension(n) is not None for n in self._sources)
+
+    def _small(self) -> bool:
+        nodes = [*self._tail, *self._sources]
+        tensors = [t for n in nodes for t in tensors_of(n)]
+        if any(_torch.data_dependent(t) for t in tensors) or any(
+            isinstance(n.meta.get("example_value"), tuple) for n in self._sources
+        ):
+            return False
+        return all(prod(int(_torch.size_at(s, ROWS)) for s in t.shape) <= MOST for t in tensors)
+
+    def _dimension(self, node: fx.Node) -> int | None:
+        """Return the dimension that has the rows: -1 if none has, None if they cannot be told apart in it."""
+        (tensor,) = tensors_of(node)
+        symbolic = [d for d, size in enumerate(tensor.shape) if _torch.is_symbolic(size)]
+        if not symbolic:
+            return -1
+        sizes = [int(_torch.size_at(tensor.shape[d], ROWS)) for d in symbolic]
+        self._merged |= sizes[0] != ROWS
+        return symbolic[0] if len(symbolic) == 1 and sizes[0] % PARTS == 0 else None
+
+    def _class_targets(self) -> dict[fx.Node, int]:
+        """Return the integers of the batch that are targets of a loss of classes, with what it ignores."""
+        found: dict[fx.Node, int] = {}
+        for node in self._tail:
+            if node.op == "call_function" and call_name(node) in CLASSES:
+                given = arguments(node)
+                target = given["target"]
+                if target.meta["example_value"].is_floating_point():
+                    continue
+                reached = ancestors([target]) & set(self._sources)
+                found.update(dict.fromkeys(reached, given.get("ignore_index", IGNORED)))
+        return found
+
+    def adds_up(self, made: Forward, original: fx.Node) -> bool | None:
+        """Return whether the loss of parts gives the original loss of the whole, in value and gradient.
+
+        None where that cannot be found out.
+        """
+        if not self.possible:
+            return None
+        asked = (made.loss,) if made.weight is None else (made.loss, made.weight)
+        try:
+            whole, parts = self._values()
+            if made.counted is not None:
+                totals = self._totals(made.counted, parts, ROWS // PARTS)
+                parts = [{**part, made.counted.totals: totals} for part in parts]
+                whole[made.counted.totals] = self._totals(made.counted, [whole], ROWS)
+            wanted = self._run((original,), whole, ROWS)
+            found = [self._run(asked, part, ROWS // PARTS) for part in parts]
+            return self._equal(made, found, wanted, original)
+        except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError):
+            return None
+
+    def _equal(self, made: Forward, parts: Sequence[Results], wanted: Results, original: fx.Node) -> bool | None:
+        share = {"mean": 1 / PARTS, "total": 1.0}.get(made.loss_kind) or 1 / sum(p.values[1] for p in parts)
+        dtypes = {t.dtype for n in (*self._sources, *self._tail, original) for t in tensors_of(n) if t.is_floating_point()}
+        close = max(CLOSE.get(dtype, 0.03) for dtype in dtypes)
+        good = _near(torch.tensor(sum(p.values[0] for p in parts) * share), torch.tensor(wanted.values[0]), close)
+        for k, gradient in enumerate(wanted.gradients[0]):
+            pieces = [p.gradients[0][k] * share for p in parts]
+            good = good and _near(self._joined(pieces, gradient), gradient, close)
+        return None if not good and self._merged else good
+
+    def _totals(self, counted: Counted, parts: Sequence[Mapping[fx.Node, Tensor]], rows: int) -> Tensor:
+        """Return the numbers that are counted in all parts."""
+        found = [self._evaluated(counted.reductions, part, rows) for part in parts]
+        flat = [torch.cat([torch.ones(1), *(r.detach().double().reshape(-1) for r in results)]) for results in found]
+        return torch.stack(flat).sum(0)
+
+    def _joined(self, pieces: Sequence[Tensor], whole: Tensor) -> Tensor:
+        """Join the gradients of parts; those of what all rows share are added up."""
+        if pieces[0].shape == whole.shape:
+            return torch.stack(list(pieces)).sum(0)
+        dim = next(d for d in range(whole.dim()) if pieces[0].shape[d] != whole.shape[d])
+        return torch.cat(list(pieces), dim)
+
+    def _values(self) -> tuple[dict[fx.Node, Tensor], list[dict[fx.Node, Tensor]]]:
+        """Return numbers for all that is read, and those of each part."""
+        generator = torch.Generator().manual_seed(0)
+        whole = {n: self._random(n, generator) for n in self._sources}
+        return whole, [{n: self._part(n, value, k) for n, value in whole.items()} for k in range(PARTS)]
+
+    def _random(self, node: fx.Node, generator: torch.Generator) -> Tensor:
+        (tensor,) = tensors_of(node)
+        shape = [int(_torch.size_at(s, ROWS)) for s in tensor.shape]
+        numbers = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.9 + 0.05
+        if tensor.is_floating_point():
+            return numbers.to(tensor.dtype)
+        ones = numbers > 0.5
+        if tensor.dtype == torch.bool:
+            return ones
+        if node in self._targets:  # the first part has more that are ignored than the second
+            ignored = torch.rand(shape, generator=generator) < torch.linspace(0.7, 0.1, shape[0]).reshape(
+                -1, *[1] * (len(shape) - 1)
+            )
+            return torch.where(ignored, self._targets[node], ones.long()).to(tensor.dtype)
+        return ones.to(tensor.dtype)
+
+    def _part(self, node: fx.Node, value: Tensor, k: int) -> Tensor:
+        dim = self._dimension(node)
+        return value if dim is None or dim < 0 else value.chunk(PARTS, dim)[k]
+
+    def _run(self, asked: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], rows: int) -> Results:
+        leaves = {n: v.clone().requires_grad_(_trained(n)) for n, v in values.items()}
+        results = self._evaluated(asked, leaves, rows)
+        trained = [v for v in leaves.values() if v.requires_grad]
+        return Results(tuple(float(r.detach()) for r in results), tuple(self._gradients(r, trained) for r in results))
+
+    def _evaluated(self, asked: Sequence[fx.Node], leaves: Mapping[fx.Node, Tensor], rows: int) -> list[Tensor]:
+        """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not."""
+        env: dict[fx.Node, Any] = {n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()}
+        needed = with_writers(self._forward.graph, ancestors(asked))
+        with torch.enable_grad():
+            for node in self._forward.graph.nodes:
+                if node.op == "get_attr":
+                    env[node] = getattr(self._forward.owner, str(node.target))
+                elif node in self._tail and node in needed and not is_size(node):
+                    args, kwargs = concrete_call(node, env, rows)
+                    env[node] = _call(node, args, kwargs)
+        return [env[n] for n in asked]
+
+    def _gradients(self, result: Tensor, trained: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if not trained or not result.requires_grad:
+            return ()
+        found = torch.autograd.grad(result, trained, retain_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, trained, strict=True))
+
+
+def _call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _trained(node: fx.Node) -> bool:
+    return any(t.requires_grad for t in tensors_of(node))
+
+
+def _near(a: Tensor, b: Tensor, close: float) -> bool:
+    """Return whether two tensors differ by no more than rounding; numbers that are not finite say nothing."""
+    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ValueError("not finite")
+    return float((a.double() - b.double()).norm()) <= close * (float(b.double().norm()) + 1e-12)

@@ -1,0 +1,187 @@
+"""Losses as people write them, for a model of sequences whose targets are partly ignored.
+
+Each has the form in which it adds up over microbatches (`Plan.loss_kind`), or "refused". docs/your_model.md has them as
+a table, under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CLASSES, TOKENS, WIDTH, ROWS = 7, 4, 6, 8
+Loss = Callable[[Any, Any], Any]
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return tokens; classes `y`, of which 0 to 3 of 4 are -100; all classes; a mask; numbers from 0 to 1 and signs."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, classes = (torch.randint(CLASSES, (ROWS, TOKENS), generator=generator) for _ in range(2))
+    mask = torch.arange(TOKENS) >= (torch.arange(ROWS)[:, None] * 3 + step) % TOKENS
+    numbers = torch.rand(ROWS, TOKENS, CLASSES, generator=generator)
+    named = {"y": torch.where(mask, classes, -100), "all": classes, "mask": mask, "f": numbers, "sign": (classes % 2) * 2.0 - 1}
+    named["length"] = mask.sum(1)
+    return tokens[rows.start : rows.stop], {name: tensor[rows.start : rows.stop] for name, tensor in named.items()}
+
+
+def ce(output: Tensor, classes: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), classes.flatten(), **how)
+
+
+def each(output: Tensor, classes: Tensor) -> Tensor:
+    return F.cross_entropy(output.transpose(1, 2), classes, reduction="none")
+
+
+def shifted(output: Tensor, t: Any) -> Tensor:
+    """Predict the next token, as causal models of transformers do."""
+    labels = F.pad(t["y"], (0, 1), value=-100)[..., 1:]
+    return ce(output.float() if output.dtype == torch.bfloat16 else output, labels)
+
+
+def relabelled(output: Tensor, t: Any) -> Tensor:
+    classes = t["all"].clone()
+    classes[classes == 3] = -100
+    return ce(output, classes)
+
+
+def added(output: Tensor, t: Any) -> Tensor:
+    total = torch.zeros((), dtype=output.dtype)
+    total += ce(output, t["y"])
+    total += 0.5 * ce(output, t["all"])
+    return total
+
+
+def focal(output: Tensor, t: Any) -> Tensor:
+    loss = each(output, t["all"])
+    return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+
+def dice(output: Tensor, t: Any) -> Tensor:
+    p = output.sigmoid()
+    return 1 - 2 * (p * t["f"]).sum() / (p.sum() + t["f"].sum())
+
+
+def distilled(output: Tensor, t: Any) -> Tensor:
+    """Divide by the sum of weights that the model makes, without a gradient."""
+    trust = output.detach().amax(-1).sigmoid()
+    return (each(output, t["all"]) * trust).sum() / trust.sum()
+
+
+def balanced(output: Tensor, t: Any) -> Tensor:
+    """Weigh classes by how often the whole batch has them."""
+    counts = F.one_hot(t["all"], CLASSES).sum((0, 1)).clamp(min=1)
+    weights = (counts.sum() / counts).to(output.dtype)
+    return (each(output, t["all"]) * weights[t["all"]]).sum() / t["mask"].sum()
+
+
+def contrastive(output: Tensor, t: Any) -> Tensor:
+    pooled = output.mean(1)
+    return (pooled.logsumexp(0) - pooled.mean(0)).sum()
+
+
+def masked(output: Tensor, t: Any) -> Tensor:
+    return (each(output, t["all"]) * t["mask"]).sum()
+
+
+LOSSES: dict[str, tuple[str, Loss]] = {
+    "cross_entropy with ignore_index": ("sum", lambda o, t: ce(o, t["y"])),
+    "cross_entropy, all targets count": ("sum", lambda o, t: ce(o, t["all"])),
+    "cross_entropy of shifted labels": ("sum", shifted),
+    "cross_entropy with another ignore_index": ("sum", lambda o, t: ce(o, t["all"], ignore_index=2)),
+    "cross_entropy with class weights": ("sum", lambda o, t: ce(o, t["all"], weight=torch.arange(1.0, 8.0, dtype=o.dtype))),
+    "the same with label smoothing": (
+        "sum",
+        lambda o, t: ce(o, t["y"], weight=torch.arange(1.0, 8.0, dtype=o.dtype), label_smoothing=0.1),
+    ),
+    "cross_entropy with label smoothing": ("sum", lambda o, t: ce(o, t["y"], label_smoothing=0.1)),
+    "cross_entropy of [rows, classes, tokens]": ("sum", lambda o, t: F.cross_entropy(o.transpose(1, 2), t["y"])),
+    "cross_entropy with probabilities as targets": (
+        "mean",
+        lambda o, t: F.cross_entropy(o.transpose(1, 2), t["f"].softmax(-1).transpose(1, 2)),
+    ),
+    'cross_entropy, reduction="sum"': ("total", lambda o, t: ce(o, t["y"], reduction="sum")),
+    'cross_entropy, reduction="sum", / 64': ("total", lambda o, t: ce(o, t["y"], reduction="sum") / 64),
+    "nn.CrossEntropyLoss()": ("sum", lambda o, t: nn.CrossEntropyLoss()(o.flatten(0, 1), t["y"].flatten())),
+    "nll_loss": ("sum", lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t["y"].flatten())),
+    "nll_loss with class weights": (
+        "sum",
+        lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t["y"].flatten(), weight=torch.arange(1.0, 8.0, dtype=o.dtype)),
+    ),
+    "labels set to -100 in the loss": ("sum", relabelled),
+    "(loss * mask).sum() / mask.sum()": ("sum", lambda o, t: masked(o, t) / t["mask"].sum()),
+    "(loss * mask).mean() / mask.mean()": (
+        "sum",
+        lambda o, t: (each(o, t["all"]) * t["mask"]).mean() / t["mask"].to(o.dtype).mean(),
+    ),
+    "divided by weights of the model, detached": ("sum", distilled),
+    "(sum, weight)": ("sum", lambda o, t: (masked(o, t), t["mask"].sum())),
+    "(loss * mask).sum() / mask.sum().clamp(min=1)": ("total", lambda o, t: masked(o, t) / t["mask"].sum().clamp(min=1)),
+    "(loss * mask).sum() / (mask.sum() + eps)": ("total", lambda o, t: masked(o, t) / (t["mask"].sum() + 1e-3)),
+    "(loss * (mask / mask.sum())).sum()": (
+        "total",
+        lambda o, t: (each(o, t["all"]) * (t["mask"].to(o.dtype) / t["mask"].sum())).sum(),
+    ),
+    "cross_entropy plus a mean over all": ("total", lambda o, t: ce(o, t["y"]) + 0.1 * o.pow(2).mean()),
+    "several cross_entropies with their own targets": ("total", lambda o, t: ce(o, t["y"]) + 0.3 * ce(o[:, 1:], t["all"][:, 1:])),
+    "`loss += more`": ("total", added),
+    "a list of pairs": ("total", lambda o, t: [(masked(o, t), t["mask"].sum()), (o.pow(2).sum(), t["length"].sum())]),
+    "a dict of pairs": (
+        "total",
+        lambda o, t: {"seen": (masked(o, t), t["mask"].sum()), "all": (each(o, t["all"]).sum(), t["all"].numel())},
+    ),
+    "a sum plus a mean": ("total", lambda o, t: F.mse_loss(o, t["f"], reduction="sum") + o.abs().mean()),
+    "classes weighed by their share of the batch": ("total", balanced),
+    "mse_loss": ("mean", lambda o, t: F.mse_loss(o, t["f"])),
+    'mse_loss, reduction="sum"': ("total", lambda o, t: F.mse_loss(o, t["f"], reduction="sum")),
+    "l1_loss": ("mean", lambda o, t: F.l1_loss(o, t["f"])),
+    "smooth_l1_loss": ("mean", lambda o, t: F.smooth_l1_loss(o, t["f"], beta=0.5)),
+    "huber_loss": ("mean", lambda o, t: F.huber_loss(o, t["f"])),
+    "binary_cross_entropy_with_logits": (
+        "mean",
+        lambda o, t: F.binary_cross_entropy_with_logits(o, t["f"], pos_weight=torch.tensor(2.0, dtype=o.dtype)),
+    ),
+    "binary_cross_entropy": ("mean", lambda o, t: F.binary_cross_entropy(o.sigmoid(), t["f"])),
+    'kl_div, reduction="batchmean"': (
+        "mean",
+        lambda o, t: F.kl_div(o.log_softmax(-1), t["f"].softmax(-1), reduction="batchmean"),
+    ),
+    "focal loss": ("mean", focal),
+    "poisson_nll_loss": ("mean", lambda o, t: F.poisson_nll_loss(o, t["f"])),
+    "gaussian_nll_loss": ("mean", lambda o, t: F.gaussian_nll_loss(o, t["f"], torch.ones_like(o))),
+    "cosine_embedding_loss": (
+        "mean",
+        lambda o, t: F.cosine_embedding_loss(o.flatten(0, 1), t["f"].flatten(0, 1), t["sign"].flatten()),
+    ),
+    "hinge: relu(1 - sign * score).mean()": ("mean", lambda o, t: (1 - t["sign"] * o[..., 0]).relu().mean()),
+    "mean over each row's own tokens, then over rows": (
+        "mean",
+        lambda o, t: ((each(o, t["all"]) * t["mask"]).sum(1) / t["length"].clamp(min=1)).mean(),
+    ),
+    "x.sum() / x.numel()": ("mean", lambda o, t: o.pow(2).sum() / o.numel()),
+    "x.sum() / len(x)": ("mean", lambda o, t: each(o, t["all"]).sum() / len(o)),
+    "sqrt(mse_loss)": ("refused", lambda o, t: F.mse_loss(o, t["f"]).sqrt()),
+    "dice": ("refused", dice),
+    "rows compared with each other": ("refused", contrastive),
+    "variance over the batch": ("refused", lambda o, t: ce(o, t["y"]) + o.var()),
+    "softmax over the rows": ("refused", lambda o, t: (o.softmax(0) * t["f"]).mean()),
+    "the first row alone": ("refused", lambda o, t: each(o, t["all"])[0].mean()),
+    "the largest of the batch": ("refused", lambda o, t: each(o, t["all"]).max()),
+}
