@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch import fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
+from piper_compiler.capture.auxiliary import auxiliary, has_own_backward
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
 from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
+from piper_compiler.capture.linearity import Auxiliary
 from piper_compiler.capture.measured import OutputMetrics
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
@@ -53,6 +56,7 @@ def trace(
     statistics: bool = False,
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
+    counted: bool = False,
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
@@ -75,6 +79,8 @@ def trace(
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
+        counted: whether each microbatch gives its mean the weight 1, so that a gradient starts from 1 in each. A model with
+            auxiliary gradients that are means is traced again so.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -83,9 +89,8 @@ def trace(
     """
     with _torch.CAPTURING:
         casts = Casts(dtype, reduce, keep or {})
-        forward = capture_forward(
-            model, batch, loss, casts, most, shared, statistics=statistics, metrics=metrics, evaluating=evaluating
-        )
+        settings: dict[str, Any] = {"statistics": statistics, "metrics": metrics, "evaluating": evaluating}
+        forward = capture_forward(model, batch, loss, casts, most, shared, **settings, counted=counted)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
         for rows in TRACE_ROWS[0]:
@@ -93,7 +98,12 @@ def trace(
         pieces = cut(forward)
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-        return Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
+        made = Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
+        if forward.weight is None and not evaluating and has_own_backward(forward.graph.nodes):
+            if {one.kind for one in made.assembled.auxiliary} == {"mean"}:
+                how: dict[str, Any] = {"dtype": dtype, "reduce": reduce, "keep": keep, "most": most, "shared": shared}
+                return trace(model, batch, loss, **how, **settings, counted=True)
+        return made
 
 
 def capture(model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss = None, **how: Any) -> Captured:
@@ -163,7 +173,15 @@ class _Assembly:
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
         said = advancing_buffers(self._cut), remarks(self._cut)
-        return Captured(self._program(chunks), self._store, self._forward, *said, layers=self._cut.layers, reduce=self._reduce)
+        more: dict[str, Any] = {"layers": self._cut.layers, "reduce": self._reduce, "auxiliary": self._auxiliary(chunks)}
+        return Captured(self._program(chunks), self._store, self._forward, *said, **more)
+
+    def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
+        """Return the backwards that are not linear; see `auxiliary`."""
+        pairs = self._forward.weight is not None and not self._forward.counted
+        found = [auxiliary(self._store, code, pairs) for code in dict.fromkeys(chunk.code for chunk in chunks)]
+        right = "mean" if self._forward.counted else "sum"
+        return tuple(replace(one, trained=one.kind == right) for one in found if one is not None)
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}

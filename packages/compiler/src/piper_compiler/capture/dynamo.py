@@ -85,6 +85,7 @@ class Forward:
         repeat: how to trace the next call, where forward changes something that was there before.
         notes: what was done with the model that its author should know.
         trace_at: traces the same at another number of rows; None where forward changes something.
+        counted: whether the weight of the loss is 1 in each microbatch, because the model has auxiliary gradients.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -109,6 +110,7 @@ class Forward:
     norms: tuple[BatchNorm, ...] = ()
     metrics: tuple[MetricNode, ...] = ()
     trace_at: Callable[[int], Forward] | None = None
+    counted: bool = False
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -140,10 +142,12 @@ def capture_forward(
     statistics: bool = False,
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
+    counted: bool = False,
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
 
-    With `statistics` batch norms take those of each microbatch; `evaluating` puts the model into eval mode.
+    With `statistics` batch norms take those of each microbatch; `evaluating` puts the model into eval mode; a loss that
+    is `counted` gets the weight 1.
     """
     casts = casts or Casts()
     with _torch.CAPTURING:
@@ -155,7 +159,7 @@ def capture_forward(
         loss = cast_loss(loss, casts)
         state = KeptState({"model": module, "loss": loss, "metrics": metrics}, step.__globals__)
         regions = AutomaticRegions(module)
-        calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics)
+        calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics, counted=counted)
         first = calls.trace()
         regions.said()
         return (
@@ -177,6 +181,7 @@ class _Calls:
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
     metrics: OutputMetrics = field(default_factory=dict)
+    counted: bool = False
 
     def trace(self) -> Forward:
         batch, rows = self.example.tensors, self.example.rows
@@ -188,7 +193,9 @@ class _Calls:
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         with self.state.call():
-            recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics)
+            recorder, result = followed(
+                self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics, self.counted
+            )
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
@@ -219,6 +226,7 @@ class _Calls:
             notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
             norms=norms,
             metrics=metric_nodes(found, recorder.node_of),
+            counted=self.counted,
         )
 
     def trace_again(self) -> Forward:

@@ -39,9 +39,17 @@ NONE: OutputMetrics = {}
 
 
 def step(
-    model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozenset[str] = frozenset(), metrics: OutputMetrics = NONE
+    model: nn.Module,
+    loss: Loss,
+    inputs: Any,
+    targets: Any,
+    joined: frozenset[str] = frozenset(),
+    metrics: OutputMetrics = NONE,
+    counted: bool = False,
 ) -> tuple[Any, ...]:
     """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
+
+    A loss that is `counted` has the weight 1 in each microbatch.
 
     Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights. Where there
     are metrics, a dict of them comes last. They get the targets, or the whole batch where it is a mapping of inputs.
@@ -55,7 +63,7 @@ def step(
     else:
         output = model(inputs)
     result = own_loss(output) if loss is None else loss(output, targets)
-    losses = _losses(result)
+    losses = _losses((result, 1.0) if counted else result)
     if not metrics:
         return losses
     return *losses, measured(metrics, output, inputs if targets is None else targets, losses[0].dtype)
@@ -130,6 +138,7 @@ def followed(
     statements: Statements,
     modules: Mapping[str, nn.Module],
     metrics: OutputMetrics = NONE,
+    counted: bool = False,
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
     locked = LockedCalls()
@@ -137,7 +146,7 @@ def followed(
         recorder = Recorder({id(t) for t in example.rows.values()})
         try:
             with statements.running(), locked.noted():
-                result = _run(recorder, model, loss, example, regions, metrics)
+                result = _run(recorder, model, loss, example, regions, (metrics, counted))
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
@@ -185,7 +194,12 @@ class _Unfollowed(Exception):
 
 
 def _run(
-    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, regions: AutomaticRegions, metrics: OutputMetrics
+    recorder: Recorder,
+    model: nn.Module,
+    loss: Loss,
+    example: Example,
+    regions: AutomaticRegions,
+    more: tuple[OutputMetrics, bool],
 ) -> tuple[Any, ...]:
     with (
         _torch.own_settings(),
@@ -198,12 +212,12 @@ def _run(
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, example, metrics)
+                    return _traced(recorder, model, loss, example, more)
             except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:
-                return _traced(recorder, model, loss, example, metrics)
+                return _traced(recorder, model, loss, example, more)
         except _torch.CAPTURE_ERRORS as error:
             refusal = regions.problem or recorder.problem or as_capture_error(error, __file__, example.tensors)
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
@@ -218,8 +232,10 @@ def _run(
             ) from error
 
 
-def _traced(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, metrics)
+def _traced(
+    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, more: tuple[OutputMetrics, bool]
+) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, *more)
     recorder.clean()
     assert isinstance(result, tuple)
     return result
