@@ -112,6 +112,7 @@ class _Trainer:
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str, layers: Sequence[str] = ()):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
         params = getattr(torch, job.precision.params)
+        self.wide = torch.promote_types(params, torch.float32)
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
         cast_tensors(self.model, params, self.compute)
@@ -168,7 +169,9 @@ class _Trainer:
         return losses, weights
 
     def _loss(self, step: int, rows: range) -> Any:
-        inputs, targets = _pair(pytree.tree_map(self._cast, self.job.batch(step, rows)))
+        inputs, targets = _pair(self.job.batch(step, rows))
+        inputs = pytree.tree_map(self._cast, inputs)
+        targets = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), targets)
         with self.random.during(step, rows.start):
             if isinstance(inputs, tuple):
                 output = self.model(*inputs)
@@ -176,12 +179,15 @@ class _Trainer:
                 output = self.model(**inputs)
             else:
                 output = self.model(inputs)
+            if any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(targets)):
+                output = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), output)  # of two dtypes a loss takes one
             return _own_loss(output) if self.loss is None else self.loss(output, targets)
 
-    def _cast(self, leaf: Any) -> Any:
+    def _cast(self, leaf: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return a leaf in this dtype, or that of computing: a loss gets its targets as they are."""
         if isinstance(leaf, Mapping):
-            return {key: pytree.tree_map(self._cast, item) for key, item in leaf.items()}
-        return leaf.to(self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            return {key: pytree.tree_map(lambda part: self._cast(part, dtype), item) for key, item in leaf.items()}
+        return leaf.to(dtype or self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

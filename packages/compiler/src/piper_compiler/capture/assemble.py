@@ -15,7 +15,7 @@ from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.auxiliary import auxiliary, has_own_backward
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
-from piper_compiler.capture.concrete import concrete_shape
+from piper_compiler.capture.concrete import concrete_shape, line_of
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
@@ -25,7 +25,7 @@ from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
 from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.rowpairs import compares_rows
-from piper_compiler.capture.shared import check_shared
+from piper_compiler.capture.shared import check_batch, check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.steady import check_steady
 from piper_compiler.capture.traced import Traced, outline_of
@@ -51,12 +51,13 @@ def trace(
     dtype: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     keep: Mapping[str, torch.dtype] | None = None,
+    wide: torch.dtype = torch.float32,
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
     statistics: bool = False,
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
-    counted: bool = False,
+    unit_weight: bool = False,
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
@@ -70,16 +71,17 @@ def trace(
         batch: rows -> (inputs, targets), or a mapping of inputs. inputs is a tensor, a tuple (positional) or a mapping
             (keyword), targets any nest of tensors; dimension 0 of every tensor is the rows, but for `shared` ones.
         loss: a mean over the rows, or (sum, weight); None for the model's own.
-        dtype: floating-point parameters and batch tensors are cast to it. Buffers stay as the model made them, but for
-            float64, which is there to compare: all is in float64 then.
+        dtype: floating-point parameters, and batch tensors that products read, are cast to it. Buffers stay as the model
+            made them, but for float64, which is there to compare: all is in float64 then.
         reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
+        wide: the dtype of other floating-point tensors of the batch, such as targets, unless `dtype` is wider.
         most: rows that `batch` has; it is asked for two of them at most.
         shared: patterns of the names of batch tensors without rows, beside those that are marked (`piper.shared`).
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
-        counted: whether each microbatch gives its mean the weight 1, so that a gradient starts from 1 in each. A model with
+        unit_weight: whether each microbatch gives its mean the weight 1, so that a gradient starts from 1 in each. A model with
             auxiliary gradients that are means is traced again so.
 
     Raises:
@@ -88,21 +90,21 @@ def trace(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:
-        casts = Casts(dtype, reduce, keep or {})
+        casts = Casts(dtype, reduce, keep or {}, wide=wide)
         settings: dict[str, Any] = {"statistics": statistics, "metrics": metrics, "evaluating": evaluating}
-        forward = capture_forward(model, batch, loss, casts, most, shared, **settings, counted=counted)
+        forward = capture_forward(model, batch, loss, casts, most, shared, **settings, unit_weight=unit_weight)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
+        check_batch(forward.sharing, _changed_in_batch(pieces))
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
         made = Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
-        if forward.weight is None and not evaluating and has_own_backward(forward.graph.nodes):
-            if {one.kind for one in made.assembled.auxiliary} == {"mean"}:
-                how: dict[str, Any] = {"dtype": dtype, "reduce": reduce, "keep": keep, "most": most, "shared": shared}
-                return trace(model, batch, loss, **how, **settings, counted=True)
+        if not evaluating and _adds_means(forward, made):
+            how: dict[str, Any] = {"dtype": dtype, "reduce": reduce, "keep": keep, "wide": wide}
+            return trace(model, batch, loss, **how, most=most, shared=shared, **settings, unit_weight=True)
         return made
 
 
@@ -145,6 +147,21 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
     return found
 
 
+def _adds_means(forward: Forward, traced: Traced) -> bool:
+    """Return whether the backwards of users that are not linear all add means, beside a loss that is one, too."""
+    if forward.weight is not None or not has_own_backward(forward.graph.nodes):
+        return False
+    return {one.kind for one in traced.assembled.auxiliary} == {"mean"}
+
+
+def _changed_in_batch(pieces: Cut) -> dict[str, str]:
+    """Return the tensors of the batch that forward or loss change in place, each with the line that does."""
+    facts, origins = pieces.facts, pieces.forward.origins
+    batch = {origin.name: facts.storages[node] for node, origin in origins.items() if origin.kind == "batch"}
+    writers = [node for node in pieces.ops.nodes if facts.writes.get(node)]
+    return {name: line_of(node) for name, held in batch.items() for node in writers if facts.writes[node] & held}
+
+
 class _Assembly:
     """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
@@ -178,9 +195,9 @@ class _Assembly:
 
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""
-        pairs = self._forward.weight is not None and not self._forward.counted
+        pairs = self._forward.weight is not None and not self._forward.unit_weight
         found = [auxiliary(self._store, code, pairs) for code in dict.fromkeys(chunk.code for chunk in chunks)]
-        right = "mean" if self._forward.counted else "sum"
+        right = "mean" if self._forward.unit_weight else "sum"
         return tuple(replace(one, trained=one.kind == right) for one in found if one is not None)
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:

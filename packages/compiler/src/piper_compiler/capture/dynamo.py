@@ -7,7 +7,9 @@ The graph is torch-level (linear, layer_norm, in-place methods as the user wrote
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.automatic import AutomaticRegions
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.exact_batch import exact_tensors, layers_cast_inputs
 from piper_compiler.capture.kept import KeptState
 from piper_compiler.capture.losses import cast_loss, take_constant
 from piper_compiler.capture.measured import MetricNode, OutputMetrics, metric_nodes
@@ -37,7 +40,7 @@ from piper_compiler.capture.statistics import check_batch_norms
 from piper_compiler.capture.tags import is_opaque
 from piper_compiler.capture.tracing import EXAMPLE_ROWS, NONE, Recorder, followed, step
 from piper_ir.errors import CaptureError
-from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
+from piper_ops import BatchNorm, UnsupportedVariant, dtype_name, replace_portable
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Forward:
         batch: tensors of the batch by name.
         fixed: names of those without rows.
         joined: names of those whose first two dimensions are one in the user's batch.
+        sharing: pairs of names of those that lie in the same memory in the user's batch.
         constants: what else the batch holds, by name, as texts.
         norms: batch norms that take the statistics of the microbatch.
         model: the model with fake tensors.
@@ -85,7 +89,7 @@ class Forward:
         repeat: how to trace the next call, where forward changes something that was there before.
         notes: what was done with the model that its author should know.
         trace_at: traces the same at another number of rows; None where forward changes something.
-        counted: whether the weight of the loss is 1 in each microbatch, because the model has auxiliary gradients.
+        unit_weight: whether the weight of the loss is 1 in each microbatch, because the model has auxiliary gradients.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -105,12 +109,13 @@ class Forward:
     kept: Mapping[str, fx.Node | None] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
+    sharing: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
     metrics: tuple[MetricNode, ...] = ()
     trace_at: Callable[[int], Forward] | None = None
-    counted: bool = False
+    unit_weight: bool = False
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -142,29 +147,55 @@ def capture_forward(
     statistics: bool = False,
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
-    counted: bool = False,
+    unit_weight: bool = False,
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
 
-    With `statistics` batch norms take those of each microbatch; `evaluating` puts the model into eval mode; a loss that
-    is `counted` gets the weight 1.
+    With `statistics` batch norms take those of each microbatch; `evaluating` puts the model into eval mode; with
+    `unit_weight` the loss, a mean, gets the weight 1.
     """
     casts = casts or Casts()
     with _torch.CAPTURING:
-        module = fake_model(model, _torch.fake_cpu(), casts)
-        if evaluating:
-            module.eval()
-        check_batch_norms(module, statistics=statistics)
-        example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
-        loss = cast_loss(loss, casts)
-        state = KeptState({"model": module, "loss": loss, "metrics": metrics}, step.__globals__)
-        regions = AutomaticRegions(module)
-        calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics, counted=counted)
-        first = calls.trace()
+        made = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
+        how: dict[str, Any] = {"statistics": statistics, "metrics": metrics, "unit_weight": unit_weight}
+        first, regions = made(casts, how)
+        if not casts.narrow or not (exact := exact_tensors(first.graph, first.origins, casts.compute)):
+            regions.said()
+            return first
+        try:
+            first, regions = made(replace(casts, exact=exact), how)
+        except CaptureError as error:  # two dtypes where one is needed
+            said = f"{', '.join(sorted(exact))} of the batch are rounded to {dtype_name(casts.compute)}: as they are, {error}"
+            first = replace(first, notes=(*first.notes, said))
         regions.said()
-        return (
-            replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else replace(first, trace_at=calls.trace_at)
-        )
+        return first
+
+
+def _made(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: BatchMaker,
+    loss: Loss,
+    casts: Casts,
+    how: Mapping[str, Any],
+    *,
+    most: int,
+    shared: tuple[str, ...],
+    evaluating: bool,
+) -> tuple[Forward, AutomaticRegions]:
+    """Return the graph of a forward with these casts, and what became opaque by itself."""
+    module = fake_model(model, _torch.fake_cpu(), casts)
+    if evaluating:
+        module.eval()
+    check_batch_norms(module, statistics=how["statistics"])
+    example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
+    loss = cast_loss(loss, casts)
+    state = KeptState({"model": module, "loss": loss, "metrics": how["metrics"]}, step.__globals__)
+    regions = AutomaticRegions(module)
+    calls = _Calls(module, loss, example, state, regions, **how, exact=bool(casts.exact))
+    first = calls.trace()
+    if state.changes:
+        return replace(first, repeat=Repeat(state, calls.trace_again)), regions
+    return replace(first, trace_at=calls.trace_at), regions
 
 
 @dataclass
@@ -181,7 +212,8 @@ class _Calls:
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
     metrics: OutputMetrics = field(default_factory=dict)
-    counted: bool = False
+    unit_weight: bool = False
+    exact: bool = False
 
     def trace(self) -> Forward:
         batch, rows = self.example.tensors, self.example.rows
@@ -192,9 +224,9 @@ class _Calls:
         for tensor in rows.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
-        with self.state.call():
+        with self.state.call(), layers_cast_inputs() if self.exact else nullcontext():
             recorder, result = followed(
-                self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics, self.counted
+                self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics, self.unit_weight
             )
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
@@ -222,11 +254,12 @@ class _Calls:
             kept=kept,
             fixed=self.example.fixed,
             joined=self.example.joined,
+            sharing=self.example.sharing,
             constants=self.example.constants,
             notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
             norms=norms,
             metrics=metric_nodes(found, recorder.node_of),
-            counted=self.counted,
+            unit_weight=self.unit_weight,
         )
 
     def trace_again(self) -> Forward:

@@ -45,11 +45,11 @@ def step(
     targets: Any,
     joined: frozenset[str] = frozenset(),
     metrics: OutputMetrics = NONE,
-    counted: bool = False,
+    unit_weight: bool = False,
 ) -> tuple[Any, ...]:
     """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
 
-    A loss that is `counted` has the weight 1 in each microbatch.
+    With `unit_weight` a mean gets the weight 1 in each microbatch.
 
     Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights. Where there
     are metrics, a dict of them comes last. They get the targets, or the whole batch where it is a mapping of inputs.
@@ -63,7 +63,7 @@ def step(
     else:
         output = model(inputs)
     result = own_loss(output) if loss is None else loss(output, targets)
-    losses = _losses((result, 1.0) if counted else result)
+    losses = _losses((result, 1.0) if unit_weight else result)
     if not metrics:
         return losses
     return *losses, measured(metrics, output, inputs if targets is None else targets, losses[0].dtype)
@@ -138,7 +138,7 @@ def followed(
     statements: Statements,
     modules: Mapping[str, nn.Module],
     metrics: OutputMetrics = NONE,
-    counted: bool = False,
+    unit_weight: bool = False,
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
     locked = LockedCalls()
@@ -146,7 +146,7 @@ def followed(
         recorder = Recorder({id(t) for t in example.rows.values()})
         try:
             with statements.running(), locked.noted():
-                result = _run(recorder, model, loss, example, regions, (metrics, counted))
+                result = _run(recorder, model, loss, example, regions, (metrics, unit_weight))
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
