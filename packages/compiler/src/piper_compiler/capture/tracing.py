@@ -152,7 +152,7 @@ def followed(
                 raise CaptureError(f"{found.error} {why}") from found
             continue
         except CaptureError:
-            if not locked.make():
+            if not (regions.take_larger() or locked.make()):
                 raise
             continue
         graph = recorder.graph_module().graph
@@ -223,8 +223,13 @@ def _run(
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
                 raise refusal from error
             where, _, reason = str(refusal).partition(": cannot be captured: ")
-            reason = cause_of(reason)
-            raise _Unfollowed(refusal, next(iter(failing), None), where, reason) from error
+            reason, module = cause_of(reason), failing.module
+            if made := failing.made(error):
+                module, line = made
+                reason = "a size, or a Python number, depends on values of tensors"
+                refusal = CaptureError(f"{line}: cannot be captured: {reason}, and is used in {where or 'the loss'}.")
+                where = line
+            raise _Unfollowed(refusal, module, where, reason) from error
         except NotFlat as error:
             raise CaptureError(
                 f"a nested compile region of the model's cannot be captured: {error}; remove torch.compiler.nested_compile_region"
