@@ -71,8 +71,8 @@ def trace(
         batch: rows -> (inputs, targets), or a mapping of inputs. inputs is a tensor, a tuple (positional) or a mapping
             (keyword), targets any nest of tensors; dimension 0 of every tensor is the rows, but for `shared` ones.
         loss: a mean over the rows, or (sum, weight); None for the model's own.
-        dtype: floating-point parameters, and batch tensors that products read, are cast to it. Buffers stay as the model
-            made them, but for float64, which is there to compare: all is in float64 then.
+        dtype: floating-point parameters, and batch tensors that products read, are cast to it. Buffers stay as the
+            model made them, but for float64, which is there to compare: all is in float64 then.
         reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
         wide: the dtype of other floating-point tensors of the batch, such as targets, unless `dtype` is wider.
@@ -81,8 +81,8 @@ def trace(
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
-        unit_weight: whether each microbatch gives its mean the weight 1, so that a gradient starts from 1 in each. A model with
-            auxiliary gradients that are means is traced again so.
+        unit_weight: whether each microbatch gives its mean the weight 1, so that a gradient starts from 1 in each. A
+            model with auxiliary gradients that are means is traced again so.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,

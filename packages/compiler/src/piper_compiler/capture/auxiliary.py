@@ -36,7 +36,7 @@ ROWS = 2
 SCALES = (1e-4, 1e4)
 """The factors of gradients that come in: bounds, as of their norm, show at some of these."""
 NEAR_SCALES = (1e-2, 1e2)
-"""Those beside an auxiliary gradient, in whose rounding the smaller ones would be lost."""
+"""The factors beside an auxiliary gradient, in whose rounding smaller numbers would be lost."""
 FILLINGS = (((0, 1), 1.0), ((0, 1, -100), 1.0), ((0, 1), 30.0))
 """The integers of a trial, once with the target among them that losses ignore, and how far its numbers spread."""
 MOST_PRODUCTS = 4e10

@@ -40,7 +40,7 @@ from piper_compiler.capture.statistics import check_batch_norms
 from piper_compiler.capture.tags import is_opaque
 from piper_compiler.capture.tracing import EXAMPLE_ROWS, NONE, Recorder, followed, step
 from piper_ir.errors import CaptureError
-from piper_ops import BatchNorm, UnsupportedVariant, dtype_name, replace_portable
+from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
 
 @dataclass(frozen=True)
@@ -159,16 +159,26 @@ def capture_forward(
         made = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
         how: dict[str, Any] = {"statistics": statistics, "metrics": metrics, "unit_weight": unit_weight}
         first, regions = made(casts, how)
-        if not casts.narrow or not (exact := exact_tensors(first.graph, first.origins, casts.compute)):
+        exact = _exact(first, casts)
+        if not exact:
             regions.said()
             return first
         try:
             first, regions = made(replace(casts, exact=exact), how)
         except CaptureError as error:  # two dtypes where one is needed
-            said = f"{', '.join(sorted(exact))} of the batch are rounded to {dtype_name(casts.compute)}: as they are, {error}"
+            said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
             first = replace(first, notes=(*first.notes, said))
         regions.said()
         return first
+
+
+def _exact(forward: Forward, casts: Casts) -> frozenset[str]:
+    """Return the names of batch tensors that keep more digits than are computed with."""
+    if casts.compute is None or not casts.narrow:
+        return frozenset()
+    params = [node for node, origin in forward.origins.items() if origin.kind == "param"]
+    batch = {node: origin.name for node, origin in forward.origins.items() if origin.kind == "batch"}
+    return exact_tensors(forward.graph, params, batch, casts.compute)
 
 
 def _made(

@@ -7,10 +7,10 @@ makes something by itself, such as the sines of a time, before a linear layer or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,6 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import tensors_of
-
-if TYPE_CHECKING:
-    from piper_compiler.capture.dynamo import InputOrigin
 
 _MOVES = (
     "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim t mT expand expand_as repeat getitem "
@@ -45,7 +42,7 @@ _PRODUCTS = (
     "nll_loss prelu cdist"
 )
 PRODUCTS = frozenset(_PRODUCTS.split())
-"""Other operations that take tensors of one dtype only."""
+"""The other operations that take tensors of one dtype only."""
 
 
 class _Made(IntEnum):
@@ -56,13 +53,15 @@ class _Made(IntEnum):
     MIXED = 2
 
 
-def exact_tensors(graph: fx.Graph, origins: Mapping[fx.Node, InputOrigin], compute: torch.dtype) -> frozenset[str]:
+def exact_tensors(
+    graph: fx.Graph, params: Collection[fx.Node], batch: Mapping[fx.Node, str], compute: torch.dtype
+) -> frozenset[str]:
     """Return the names of floating-point tensors of the batch that need no cast to the dtype of computing."""
-    weighty = {node for node, origin in origins.items() if origin.kind == "param"}
+    weighty = set(params)
     for node in graph.nodes:
         if any(n in weighty for n in node.all_input_nodes):
             weighty.add(node)
-    given = {n: o.name for n, o in origins.items() if o.kind == "batch" and n.meta["example_value"].dtype == compute}
+    given = {node: name for node, name in batch.items() if node.meta["example_value"].dtype == compute}
     return frozenset(name for node, name in given.items() if _stays(graph, node, weighty))
 
 
@@ -111,7 +110,7 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 @contextmanager
 def layers_cast_inputs() -> Iterator[None]:
-    """Let linear layers and convolutions cast a wider input to the dtype of their weights, and losses take the wider dtype.
+    """Let linear layers and convolutions cast a wider input to the dtype of weights, and losses take the wider dtype.
 
     So does autocast.
     """
@@ -132,7 +131,7 @@ def _widened(name: str) -> Callable[..., Tensor]:
     function: Callable[..., Tensor] = getattr(F, name)
 
     def cast(input: Tensor, target: Tensor, *rest: Any, **more: Any) -> Tensor:
-        if input.dtype != target.dtype:
+        if input.dtype != target.dtype and target.is_floating_point():
             dtype = torch.promote_types(input.dtype, target.dtype)
             input, target = input.to(dtype), target.to(dtype)
         return function(input, target, *rest, **more)

@@ -45,7 +45,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def launched(op: object, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any]) -> KernelInfo:
-    """Return the kernel of a call, as `kernel_of` does; raise CaptureError for a formula of the user's that gives none."""
+    """Return the kernel of a call, as `kernel_of` does; raise CaptureError for a formula that gives no number."""
     try:
         return kernel_of(op, args, out, kwargs)
     except WrongCost as error:

@@ -70,7 +70,7 @@ ADDED = frozenset(_ADDED.split())
 PRODUCTS = frozenset(_PRODUCTS.split())
 """The operations that are linear in each of their tensors."""
 SUMMED_PRODUCTS = frozenset(_SUMMED.split())
-"""Those that add such a product to their first tensor."""
+"""The operations that add such a product to their first tensor."""
 FIRST = {"div": 0, "true_divide": 0, "linalg_solve_triangular": 1}
 """The operations that are linear in one of their tensors, and which it is."""
 GRADIENTS = ("grad", "tangent", "dy", "dout")
@@ -174,7 +174,12 @@ def _product(factors: Iterable[Dependence]) -> Dependence:
 
 def _nodes(value: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(value, lambda n: found.append(n) or n)
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(value, note)
     return found
 
 
