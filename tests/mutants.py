@@ -3,8 +3,8 @@ table.
 
 A compiler fault changes a finished plan: tests/plan_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py,
 layout_faults.py, expert_faults.py (peaks are computed after it). A runtime fault is one of tests/runtime_faults.py, a job fault
-one of tests/job_faults.py, sharer_faults.py, expert_faults.py or dropless_faults.py. Each is tried on the cases below until
-`verify` or the parity suite objects. The exit code is 1 if a fault survives.
+one of tests/job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py or backward_faults.py. Each is tried on the
+cases below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from piper_ir.plan import Plan
 from piper_ir.verify import check
 from tests import compositions, parity
 from tests import runtime_faults as faults
+from tests.backward_faults import BACKWARDS
 from tests.compositions import Composition
 from tests.dropless_faults import DROPLESS
 from tests.expert_faults import EXPERT_PLANS, EXPERT_RUNS
@@ -177,7 +178,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
-        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS)
+        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS)
     ),
 )
 

@@ -13,6 +13,7 @@ import piper
 from piper.api import capturing
 from piper.api.content import content_of
 from piper.api.verification import verify_strategy
+from piper_ir.errors import CaptureError
 from piper_ir.sizes import bind
 from piper_ops import costs
 from tests.capture_jobs import ONE, WIDTH, job
@@ -132,3 +133,31 @@ def test_a_registered_cost_holds_for_a_job_that_was_compiled_before(monkeypatch:
     assert before != flops() == {10**6}
     piper.op_cost("piper_tests::twice", flops=lambda call: 10**7)
     assert flops() == {10**7}
+
+
+@pytest.mark.parametrize(
+    ("formula", "said"),
+    [
+        (lambda call: call.outs[0].numel() * 5 // 3, ""),
+        (lambda call: call.outs[0].numel() / 7, ""),
+        (lambda call: call.outs[0].shape[0] ** 2 * 10**6, r"'piper_tests::twice'.*formula of flops gives .* at 2, 3, 5 rows"),
+        (lambda call: call.tensor("y").numel(), r"'piper_tests::twice'.*formula of flops fails: KeyError: 'y'.* for x"),
+        (lambda call: None, r"'piper_tests::twice'.*formula of flops gives None; a number"),
+    ],
+)
+def test_a_formula_gives_any_number_or_its_fault_is_named(formula: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_OWN", dict(costs._OWN))
+    registered(2.0)
+    piper.op_cost("piper_tests::twice", flops=formula)
+    if said:
+        with pytest.raises(CaptureError, match=said):
+            piper.compile(job(ByPath), ONE)
+    else:
+        kernels = [k for c in piper.compile(job(ByPath), ONE).plan.chunks for k in c.steps["F"].cost.kernels if "twice" in k.op]
+        assert [bind(k.flops, 1) for k in kernels] == [pytest.approx(formula(Outs()), abs=8)]
+
+
+class Outs:
+    """Stand for a call whose result is that of the whole batch."""
+
+    outs = (torch.empty(8, WIDTH),)

@@ -184,19 +184,23 @@ def _batch_of(job: Job) -> str:
 
 
 def _looks(job: Job) -> str:
-    """Return the structure, shapes and dtypes of the rows that a capture asks for, without the number of rows."""
+    """Return the structure, shapes and dtypes of the rows that a capture asks for, without the number of rows.
+
+    Which tensors lie in the same memory counts, too.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
-    from piper_compiler.capture import ASKED_ROWS
+    from piper_compiler.capture import ASKED_ROWS, sharing_memory
     from piper_ops import batch_pair
     from piper_runtime.rank import call_batch
 
     rows = range(min(ASKED_ROWS, job.global_batch))
     result = call_batch(job.batch, 0, rows)
     leaves, structure = pytree.tree_flatten(batch_pair(result) or result)
+    tensors = {str(k): leaf for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     looks = [_look(leaf, len(rows)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-    return f"{structure} {looks}"
+    return f"{structure} {looks} {sharing_memory(tensors)}"
 
 
 def _look(tensor: torch.Tensor, rows: int) -> str:
@@ -222,6 +226,7 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
             dtype=given.compute_dtype,
             reduce=given.sums_in,
             keep=given.kept,
+            wide=given.batch_dtype,
             most=job.global_batch,
             shared=job.shared_names,
             statistics=job.batch_norm is not None,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from piper.api.auxiliary_gradients import undivided
 from piper.api.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.batch_statistics import check_rows as check_norm_rows
 from piper.api.capturing import layered_by, program_at, shared_by, traced_job, under_policies
@@ -140,6 +141,7 @@ def compile(
     check_shared_norms(norms, shardings_of(strategy.directives, strategy.mesh))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, policies_of(strategy.directives))
+    training = replace(training, undivided=undivided(captured))
     with _remarks_in_errors(captured):
         lowered = compile_program(
             captured.program,
@@ -202,6 +204,7 @@ def trained_job(
         given.params,
         given.reduce or given.params,
         averages_of(source, captured),
+        undivided(captured),
     )
     return captured, spec, training
 

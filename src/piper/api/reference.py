@@ -123,6 +123,7 @@ class _Trainer:
     ):
         self.job, self.replicas, self.microbatches, self.whole = job, replicas, microbatches, whole
         params = getattr(torch, job.precision.params)
+        self.wide = torch.promote_types(params, torch.float32)
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
         self.model = constructed(job)
         cast_tensors(self.model, params, self.compute)
@@ -215,19 +216,26 @@ class _Trainer:
         return [range(k * rows, (k + 1) * rows) for k in range(count)]
 
     def _called(self, step: int, rows: range) -> tuple[Any, Any]:
-        """Return the output of the model for some rows, and their targets."""
-        inputs, targets = _pair(pytree.tree_map(self._cast, self.job.batch(step, rows)))
+        """Return the output of the model for some rows, and their targets, as a loss gets them."""
+        inputs, targets = _pair(self.job.batch(step, rows))
+        inputs = pytree.tree_map(self._cast, inputs)
+        targets = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), targets)
         with self.random.during(step, rows.start):
             if isinstance(inputs, tuple):
-                return self.model(*inputs), targets
-            if isinstance(inputs, Mapping):
-                return self.model(**inputs), targets
-            return self.model(inputs), targets
+                output = self.model(*inputs)
+            elif isinstance(inputs, Mapping):
+                output = self.model(**inputs)
+            else:
+                output = self.model(inputs)
+        if any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(targets)):
+            output = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), output)  # of two dtypes a loss takes one
+        return output, targets
 
-    def _cast(self, leaf: Any) -> Any:
+    def _cast(self, leaf: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return a leaf in this dtype, or that of computing: a loss gets its targets as they are."""
         if isinstance(leaf, Mapping):
-            return {key: pytree.tree_map(self._cast, item) for key, item in leaf.items()}
-        return leaf.to(self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            return {key: pytree.tree_map(lambda part: self._cast(part, dtype), item) for key, item in leaf.items()}
+        return leaf.to(dtype or self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -90,6 +90,8 @@ def compiled(request: CompileRequest) -> Lowered:
     with no_garbage_collection():
         graph = step_graph(request, request.program)
         rows = rows_per_microbatch(graph.microbatches, graph.replicas, request.global_batch)
+        if request.training.undivided and graph.microbatches * graph.replicas > 1 and not request.evaluates:
+            raise CompileError(f"{graph.microbatches} microbatches x {graph.replicas} replicas: {request.training.undivided}")
         if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
             graph = step_graph(request, exact)
         return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)

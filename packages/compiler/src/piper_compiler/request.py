@@ -27,6 +27,7 @@ class Training:
             count; None where the job has not chosen that replicas may differ.
         params: the dtype in which it updates parameters; "" for theirs in forward and backward.
         reduce: the dtype in which gradients are summed and reduced; "" for that of the update.
+        undivided: why a step may have one microbatch on one replica only; "" where it may have any number.
     """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Training:
     params: str = ""
     reduce: str = ""
     averages: frozenset[str] | None = None
+    undivided: str = ""
 
     def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
         """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.

@@ -12,7 +12,7 @@ from piper_ops.builder import Builder, user_line
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
-from piper_ops.errors import ExpertsOverflow, UnsupportedVariant
+from piper_ops.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
 from piper_ops.examples import Examples
 from piper_ops.experts import (
     grouped_mm,
@@ -112,6 +112,7 @@ __all__ = [
     "Refusal",
     "Returned",
     "UnsupportedVariant",
+    "WrongCost",
     "Workspace",
     "all_gather",
     "all_reduce",

@@ -13,12 +13,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from piper_ops.errors import WrongCost
 from piper_ops.few_flops import needs_no_formula
 from piper_ops.library import dtype_name
 from piper_ops.products import OF_LIBRARIES, PRODUCTS
@@ -71,7 +73,8 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     dtype, name = _dtype([*call.outs, *operands]), _name(op)
     own = _OWN.get(op.name())
     if own is not None:
-        return KernelInfo(own.kind, (), own.flops(call), moved if own.bytes is None else own.bytes(call), dtype, op=name)
+        nbytes = moved if own.bytes is None else _counted(op.name(), "bytes", own.bytes, call)
+        return KernelInfo(own.kind, (), _counted(op.name(), "flops", own.flops, call), nbytes, dtype, op=name)
     portable = _FORMULAS.get(op)
     if portable is not None:
         record, formula = portable
@@ -100,8 +103,8 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    flops: Callable[[Call], int]
-    bytes: Callable[[Call], int] | None
+    flops: Callable[[Call], float]
+    bytes: Callable[[Call], float] | None
     kind: _KernelKind
 
 
@@ -110,7 +113,7 @@ _OWN: dict[str, _Own] = {}
 
 
 def op_cost(
-    op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: _KernelKind = "elementwise"
+    op: str, *, flops: Callable[[Call], float], bytes: Callable[[Call], float] | None = None, kind: _KernelKind = "elementwise"
 ) -> None:
     """Set the cost of a custom op, before a model with that op is captured.
 
@@ -119,7 +122,7 @@ def op_cost(
     Args:
         op: its name in torch.library, such as "mine::gate".
         flops: the FLOPs of one call, from its arguments by schema name (`call.tensor("x")`) and its outputs
-            (`call.outs`); affine in the rows of the batch.
+            (`call.outs`): an integer or a real number, affine in the rows of the batch but for rounding.
         bytes: the bytes of one call, likewise; by default its inputs plus its outputs, once each.
         kind: "matmul" and "attention" run at a device's matmul rate, anything else at the rate of its vector units.
 
@@ -131,6 +134,20 @@ def op_cost(
     if packet is None:
         raise ValueError(f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())")
     _OWN[packet.default.name()] = _Own(flops, bytes, kind)
+
+
+def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -> int:
+    """Return what a user's formula gives, as an integer; raise WrongCost where it gives no count."""
+    try:
+        value = formula(call)
+    except Exception as error:  # whatever the user's formula raises
+        raise WrongCost(
+            f"op_cost({op!r}): the formula of {name} fails: {type(error).__name__}: {error}. It gets the call: call.tensor(NAME) "
+            f"for {', '.join(call.args)}, and call.outs"
+        ) from error
+    if not isinstance(value, Real) or not isfinite(value) or value < 0:
+        raise WrongCost(f"op_cost({op!r}): the formula of {name} gives {value!r}; a number of at least 0 is needed")
+    return int(value) if isinstance(value, int) else round(float(value))
 
 
 def own_costs() -> tuple[tuple[object, ...], ...]:

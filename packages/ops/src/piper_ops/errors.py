@@ -9,3 +9,7 @@ class UnsupportedVariant(ValueError):
 
 class ExpertsOverflow(RuntimeError):
     """Report tokens that chose experts for which there are fewer places; the message has the factor that would do."""
+
+
+class WrongCost(ValueError):
+    """Report a formula of `op_cost` that fails, or gives no number; the message names the op and the formula."""

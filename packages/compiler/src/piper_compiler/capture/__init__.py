@@ -10,7 +10,7 @@ from piper_compiler.capture.codegen import StepCode, compile_step
 from piper_compiler.capture.codestore import Captured, CodeStore
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layout_facts import ChunkFacts, IndexFacts, WorkFacts, layout_facts
-from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors
+from piper_compiler.capture.model import ASKED_ROWS, built_model, flatten_batch, named_tensors, sharing_memory
 from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.other_rows import check_rows
 from piper_compiler.capture.recompute import POLICIES
@@ -50,6 +50,7 @@ __all__ = [
     "region",
     "replacement",
     "restored",
+    "sharing_memory",
     "stored",
     "tag",
     "trace",

@@ -26,7 +26,7 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -37,7 +37,7 @@ pytree = _pytree
 
 _Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError)
+CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
 """The errors that torch.compile raises for code that it cannot capture as one graph."""
 
 RuntimeFailure = TorchRuntimeError

@@ -12,20 +12,22 @@ from torch import fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
-from piper_compiler.capture.batch_loss import over_whole_batch
+from piper_compiler.capture.auxiliary import auxiliary, has_own_backward
+from piper_compiler.capture.batch_loss import over_microbatches, over_whole_batch
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
-from piper_compiler.capture.concrete import concrete_shape
+from piper_compiler.capture.concrete import concrete_shape, line_of
 from piper_compiler.capture.counting import CounterSpec
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
-from piper_compiler.capture.dynamo import Forward, capture_forward
+from piper_compiler.capture.dynamo import AuxiliaryForm, Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
+from piper_compiler.capture.linearity import Auxiliary
 from piper_compiler.capture.measured import OutputMetrics
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
 from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.rowpairs import compares_rows
-from piper_compiler.capture.shared import check_shared
+from piper_compiler.capture.shared import check_batch, check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.steady import check_steady
 from piper_compiler.capture.traced import Traced, outline_of
@@ -51,12 +53,14 @@ def trace(
     dtype: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     keep: Mapping[str, torch.dtype] | None = None,
+    wide: torch.dtype = torch.float32,
     most: int = ASKED_ROWS,
     shared: tuple[str, ...] = (),
     statistics: bool = False,
     metrics: OutputMetrics = NONE,
     evaluating: bool = False,
     whole_batch: bool = True,
+    adding: AuxiliaryForm = "",
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
@@ -70,16 +74,19 @@ def trace(
         batch: rows -> (inputs, targets), or a mapping of inputs. inputs is a tensor, a tuple (positional) or a mapping
             (keyword), targets any nest of tensors; dimension 0 of every tensor is the rows, but for `shared` ones.
         loss: a scalar, (sum, weight), or a list or dict of such pairs; None for the model's own.
-        dtype: floating-point parameters and batch tensors are cast to it. Buffers stay as the model made them, but for
-            float64, which is there to compare: all is in float64 then.
+        dtype: floating-point parameters, and batch tensors that products read, are cast to it. Buffers stay as the
+            model made them, but for float64, which is there to compare: all is in float64 then.
         reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
+        wide: the dtype of other floating-point tensors of the batch, such as targets, unless `dtype` is wider.
         most: rows that `batch` has; it is asked for two of them at most.
         shared: patterns of the names of batch tensors without rows, beside those that are marked (`piper.shared`).
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
         whole_batch: whether the loss is that of the whole batch; else the mean of those of microbatches.
+        adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A model
+            that has some is traced again so.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -87,21 +94,23 @@ def trace(
             kernels, and chunks whose sizes are not affine in the rows.
     """
     with _torch.CAPTURING:
-        casts = Casts(dtype, reduce, keep or {})
-        forward = capture_forward(
-            model, batch, loss, casts, most, shared, statistics=statistics, metrics=metrics, evaluating=evaluating
-        )
+        casts = Casts(dtype, reduce, keep or {}, wide=wide)
+        settings: dict[str, Any] = {"statistics": statistics, "metrics": metrics, "evaluating": evaluating}
+        forward = capture_forward(model, batch, loss, casts, most, shared, **settings)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
-        forward = (
-            over_whole_batch(forward) if whole_batch else replace(forward, loss_kind="mean" if forward.weight is None else "sum")
-        )
+        forward = over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
+        check_batch(forward.sharing, _changed_in_batch(pieces))
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-        return Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
+        made = Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
+        if not evaluating and (other := _other_form(forward, made)):
+            how: dict[str, Any] = {"dtype": dtype, "reduce": reduce, "keep": keep, "wide": wide, "whole_batch": whole_batch}
+            return trace(model, batch, loss, **how, most=most, shared=shared, **settings, adding=other)
+        return made
 
 
 def capture(model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss = None, **how: Any) -> Captured:
@@ -143,6 +152,25 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
     return found
 
 
+def _other_form(forward: Forward, traced: Traced) -> AuxiliaryForm:
+    """Return the kind of the gradients that users' backwards add, if the loss needs another form beside them.
+
+    Means need gradients that start from 1 and are divided by the number of microbatches, sums such that are not divided.
+    """
+    if forward.adding or not has_own_backward(forward.graph.nodes):
+        return ""
+    kinds = {one.kind for one in traced.assembled.auxiliary}
+    return "mean" if kinds == {"mean"} else "sum" if kinds == {"sum"} and forward.loss_kind == "sum" else ""
+
+
+def _changed_in_batch(pieces: Cut) -> dict[str, str]:
+    """Return the tensors of the batch that forward or loss change in place, each with the line that does."""
+    facts, origins = pieces.facts, pieces.forward.origins
+    batch = {origin.name: facts.storages[node] for node, origin in origins.items() if origin.kind == "batch"}
+    writers = [node for node in pieces.ops.nodes if facts.writes.get(node)]
+    return {name: line_of(node) for name, held in batch.items() for node in writers if facts.writes[node] & held}
+
+
 class _Assembly:
     """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
@@ -171,7 +199,15 @@ class _Assembly:
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
         said = advancing_buffers(self._cut), remarks(self._cut)
-        return Captured(self._program(chunks), self._store, self._forward, *said, layers=self._cut.layers, reduce=self._reduce)
+        more: dict[str, Any] = {"layers": self._cut.layers, "reduce": self._reduce, "auxiliary": self._auxiliary(chunks)}
+        return Captured(self._program(chunks), self._store, self._forward, *said, **more)
+
+    def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
+        """Return the backwards that are not linear; see `auxiliary`."""
+        forward = self._forward
+        found = [auxiliary(self._store, code, forward.sums) for code in dict.fromkeys(chunk.code for chunk in chunks)]
+        right = "mean" if forward.adding == "mean" else "sum" if forward.loss_kind != "sum" else ""
+        return tuple(replace(one, trained=one.kind == right) for one in found if one is not None)
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}

@@ -24,7 +24,7 @@ from torch import fx, nn
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import DROPPED, is_size, line_of, tensors_of
 from piper_compiler.capture.tags import ATTRIBUTE, OPAQUE, module_coords, outermost_entries
-from piper_compiler.capture.written import Planned, own_tensors, pickled, planning
+from piper_compiler.capture.written import Leaves, Planned, own_tensors, pickled, planning
 from piper_ir.errors import CaptureError, PiperWarning
 from piper_ops import REFUSALS, as_written
 
@@ -122,6 +122,29 @@ class AutomaticRegions:
             self._mark(one, name)
         self.found.append(Automatic(tuple(named), kind, line, cause, True))
         return ""
+
+    def take_larger(self) -> bool:
+        """Let the module around one whose results can be in no graph run as it was written; return whether it does."""
+        inner = next((one for one in self._planned.values() if isinstance(one.problem, Leaves)), None)
+        if inner is None or "." not in inner.name:
+            return False
+        self._give_back(inner.kind)
+        cause = next(one for one in self.found if one.written and inner.name in one.modules)
+        around = self.model.get_submodule(inner.name.rpartition(".")[0])
+        if isinstance(around, nn.ModuleList | nn.ModuleDict):  # which have no forward
+            around = self.model.get_submodule(inner.name.rpartition(".")[0].rpartition(".")[0])
+        self.found.remove(cause)
+        return not self.take_written(around, cause.line, cause.cause)
+
+    def _give_back(self, kind: str) -> None:
+        """Let modules of a class that were to run as they were written be traced again."""
+        for key, one in list(self._planned.items()):
+            if one.kind == kind:
+                module = self.model.get_submodule(one.name)
+                module.__class__ = type(module).__mro__[1]
+                marks = {name: mark for name, mark in module.__dict__[ATTRIBUTE].items() if name != OPAQUE}
+                module.__dict__[ATTRIBUTE] = marks
+                del self._planned[key]
 
     def take_opaque(self, module: nn.Module, line: str, cause: str) -> None:
         """Let a module, and those of its class, be opaque."""

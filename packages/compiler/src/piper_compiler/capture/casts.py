@@ -12,7 +12,7 @@ from torch import Tensor
 from piper_ir.errors import CaptureError
 
 CASTS = (
-    "Parameters and floating-point tensors of the batch have the dtype of Job.precision, and buffers the one that the model "
+    "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers the one that the model "
     "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the result .to(x.dtype); "
     "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
 )
@@ -27,11 +27,15 @@ class Casts:
         compute: floating-point parameters and batch tensors are cast to it; None leaves all as they are.
         reduce: the dtype of gradient accumulators; None for that of their parameters.
         keep: patterns of parameter names -> the dtype of these instead; the first that matches counts.
+        exact: names of batch tensors that are not cast to `compute`.
+        wide: the dtype of these, unless they come in `compute`.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     keep: Mapping[str, torch.dtype] = field(default_factory=dict)
+    exact: frozenset[str] = frozenset()
+    wide: torch.dtype = torch.float32
 
     def of_parameter(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a parameter."""
@@ -45,9 +49,16 @@ class Casts:
         wide = self.compute == torch.float64 and tensor.is_floating_point()
         return torch.float64 if wide else tensor.dtype
 
-    def of_batch(self, tensor: Tensor) -> torch.dtype:
+    @property
+    def narrow(self) -> bool:
+        """Return whether the dtype of computing has fewer digits than a batch may have."""
+        return self.compute is not None and torch.promote_types(self.compute, self.wide) != self.compute
+
+    def of_batch(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a tensor of the batch."""
-        return self.compute if self.compute is not None and tensor.is_floating_point() else tensor.dtype
+        if self.compute is None or not tensor.is_floating_point() or tensor.dtype == self.compute:
+            return tensor.dtype
+        return self.wide if name in self.exact else self.compute
 
     def check(self, names: Collection[str]) -> None:
         """Raise CaptureError for a pattern that is the name of no parameter."""

@@ -21,6 +21,7 @@ from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, tra
 from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded, shared_joint
+from piper_compiler.capture.linearity import Auxiliary
 from piper_compiler.capture.opaque import trace_opaque
 from piper_compiler.capture.other_rows import check_rows
 from piper_compiler.capture.routed import Routed, RoutedForms, RoutedLayouts, is_routed
@@ -273,6 +274,7 @@ class Captured:
     Attributes:
         forward: the captured graph.
         advancing: buffers that advance once per microbatch.
+        auxiliary: the backwards that are not linear in the gradients that come in.
         remarks: chunk -> what a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
         shared: the same capture for devices that share its chunks, likewise; at () the one that is also cut where
@@ -295,6 +297,7 @@ class Captured:
     layers: Layers = field(default_factory=Layers)
     layered: dict[tuple[str, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
     reduce: torch.dtype | None = None
+    auxiliary: tuple[Auxiliary, ...] = ()
 
     @property
     def assembled(self) -> Captured:

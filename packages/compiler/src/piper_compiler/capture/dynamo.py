@@ -7,7 +7,9 @@ The graph is torch-level (linear, layer_norm, in-place methods as the user wrote
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.automatic import AutomaticRegions
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.exact_batch import exact_tensors, layers_cast_inputs
 from piper_compiler.capture.kept import KeptState
 from piper_compiler.capture.losses import cast_loss, take_constant
 from piper_compiler.capture.measured import MetricNode, OutputMetrics, metric_nodes
@@ -39,6 +42,9 @@ from piper_compiler.capture.tracing import EXAMPLE_ROWS, NONE, Recorder, followe
 from piper_ir.errors import CaptureError
 from piper_ir.program import LossKind
 from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
+
+AuxiliaryForm = Literal["", "sum", "mean"]
+"""The kind of the auxiliary gradients that a model adds, beside which its loss needs another form: "" for none."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Forward:
         batch: tensors of the batch by name.
         fixed: names of those without rows.
         joined: names of those whose first two dimensions are one in the user's batch.
+        sharing: pairs of names of those that lie in the same memory in the user's batch.
         constants: what else the batch holds, by name, as texts.
         norms: batch norms that take the statistics of the microbatch.
         model: the model with fake tensors.
@@ -88,6 +95,8 @@ class Forward:
         trace_at: traces the same at another number of rows; None where forward changes something.
         counted: the numbers of the whole batch that the loss reads.
         loss_kind: how the losses of microbatches become that of the whole batch; see `piper_ir.program.Program`.
+        adding: the kind of the auxiliary gradients for which the loss has its form.
+        sums: whether the loss is a sum over rows, not a mean.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -107,6 +116,7 @@ class Forward:
     kept: Mapping[str, fx.Node | None] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
+    sharing: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     norms: tuple[BatchNorm, ...] = ()
@@ -114,6 +124,8 @@ class Forward:
     trace_at: Callable[[int], Forward] | None = None
     loss_kind: LossKind = "mean"
     counted: Counted | None = None
+    adding: AuxiliaryForm = ""
+    sums: bool = False
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -165,20 +177,56 @@ def capture_forward(
     """
     casts = casts or Casts()
     with _torch.CAPTURING:
-        module = fake_model(model, _torch.fake_cpu(), casts)
-        if evaluating:
-            module.eval()
-        check_batch_norms(module, statistics=statistics)
-        example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
-        loss = cast_loss(loss, casts)
-        state = KeptState({"model": module, "loss": loss, "metrics": metrics}, step.__globals__)
-        regions = AutomaticRegions(module)
-        calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics)
-        first = calls.trace()
+        made = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
+        how: dict[str, Any] = {"statistics": statistics, "metrics": metrics}
+        first, regions = made(casts, how)
+        exact = _exact(first, casts)
+        if not exact:
+            regions.said()
+            return first
+        try:
+            first, regions = made(replace(casts, exact=exact), how)
+        except CaptureError as error:  # two dtypes where one is needed
+            said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
+            first = replace(first, notes=(*first.notes, said))
         regions.said()
-        return (
-            replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else replace(first, trace_at=calls.trace_at)
-        )
+        return first
+
+
+def _exact(forward: Forward, casts: Casts) -> frozenset[str]:
+    """Return the names of batch tensors that keep more digits than are computed with."""
+    if casts.compute is None or not casts.narrow:
+        return frozenset()
+    params = [node for node, origin in forward.origins.items() if origin.kind == "param"]
+    batch = {node: origin.name for node, origin in forward.origins.items() if origin.kind == "batch"}
+    return exact_tensors(forward.graph, params, batch, casts.compute)
+
+
+def _made(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: BatchMaker,
+    loss: Loss,
+    casts: Casts,
+    how: Mapping[str, Any],
+    *,
+    most: int,
+    shared: tuple[str, ...],
+    evaluating: bool,
+) -> tuple[Forward, AutomaticRegions]:
+    """Return the graph of a forward with these casts, and what became opaque by itself."""
+    module = fake_model(model, _torch.fake_cpu(), casts)
+    if evaluating:
+        module.eval()
+    check_batch_norms(module, statistics=how["statistics"])
+    example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
+    loss = cast_loss(loss, casts)
+    state = KeptState({"model": module, "loss": loss, "metrics": how["metrics"]}, step.__globals__)
+    regions = AutomaticRegions(module)
+    calls = _Calls(module, loss, example, state, regions, **how, exact=bool(casts.exact))
+    first = calls.trace()
+    if state.changes:
+        return replace(first, repeat=Repeat(state, calls.trace_again)), regions
+    return replace(first, trace_at=calls.trace_at), regions
 
 
 @dataclass
@@ -195,6 +243,7 @@ class _Calls:
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
     metrics: OutputMetrics = field(default_factory=dict)
+    exact: bool = False
 
     def trace(self) -> Forward:
         batch, rows = self.example.tensors, self.example.rows
@@ -205,7 +254,7 @@ class _Calls:
         for tensor in rows.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
-        with self.state.call():
+        with self.state.call(), layers_cast_inputs() if self.exact else nullcontext():
             recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics)
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
@@ -233,6 +282,7 @@ class _Calls:
             kept=kept,
             fixed=self.example.fixed,
             joined=self.example.joined,
+            sharing=self.example.sharing,
             constants=self.example.constants,
             notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
             norms=norms,

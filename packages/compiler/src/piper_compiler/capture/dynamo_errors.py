@@ -54,6 +54,13 @@ OBSERVERS = (
     "is fixed or comes from the tensor: it then runs by autograd as it is (`piper explain` says so).",
 )
 """The reason and the way out for FakeQuantize and observers."""
+RAISED = re.compile(r"raised exception (.{1,300})")
+"""A pattern for Dynamo's text of an exception: its class, and its arguments."""
+OTHERWISE = (
+    "Where they do, Dynamo runs this line otherwise than Python does: say it with less of Python, such as a plain dict, an "
+    "attribute that is set in the constructor, or an operation of torch."
+)
+"""The way out where a line that Dynamo sees raise an exception raises none."""
 SPARSE = (
     "a sparse tensor is made, and a plan has dense ones alone",
     "Multiply by a dense matrix (register_buffer), or add by index: torch.zeros_like(x).index_add(1, to, x[:, of] * weight).",
@@ -115,9 +122,10 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
     text = str(error)
     lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
     reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
-    raised = reason.startswith("Observed exception")  # Dynamo does not say which one
+    raised = reason.startswith("Observed exception")
     if raised:
-        reason = "this line raises an exception"
+        seen = RAISED.search(text)
+        reason = f"Dynamo, which traces this line, sees it raise {seen[1] if seen else 'an exception'}"
     failed = FAILED.search(reason) if isinstance(error, _torch.RuntimeFailure) else None
     if failed is not None:
         reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
@@ -148,6 +156,7 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
         advice = LOSS
     elif isinstance(error, _torch.RuntimeFailure) or raised:
         advice = f"The batch has {_shapes(batch)}. Check that the model and the loss run on such a batch without Piper."
+        advice += f" {OTHERWISE}" if raised else ""
     else:
         advice = ONE_GRAPH
     return CaptureError(f"{where}{': ' if where else ''}cannot be captured: {reason}\n{advice}")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from piper_compiler.capture import aliasing, exchanges
 from piper_compiler.capture.stepgraph import StepGraph
+from piper_ir.errors import CaptureError
 from piper_ir.program import Cost, Kernel
-from piper_ops import KernelInfo, kernel_of
+from piper_ops import KernelInfo, WrongCost, kernel_of
 
 SHARED = "shared_by"
 """The key of a node's meta that says among how many devices its work is shared."""
@@ -23,7 +25,7 @@ COUNTS = "counts"
 def cost(step: StepGraph) -> Cost:
     """Return the kernels one by one, in the order of their launch."""
     found = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
-    made = listed(aliasing.asked(kernel_of, n) for n in found)
+    made = listed(aliasing.asked(launched, n) for n in found)
     return Cost(tuple([_noted(kernel, node) for kernel, node in zip(made.kernels, found, strict=True)]))
 
 
@@ -32,14 +34,22 @@ def _noted(kernel: Kernel, node: fx.Node) -> Kernel:
     return replace(kernel, shared=shared, counts=counts) if shared > 1 or counts > 1 else kernel
 
 
-def listed(launched: Iterable[KernelInfo]) -> Cost:
+def listed(kernels: Iterable[KernelInfo]) -> Cost:
     """Return kernels as a cost, each one separately: which are equal at all numbers of rows is not known yet."""
-    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in launched))
+    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in kernels))
 
 
 def flops_of(node: fx.Node) -> int:
     """Return the FLOPs of an op."""
-    return aliasing.asked(kernel_of, node).flops if _launches(node) else 0
+    return aliasing.asked(launched, node).flops if _launches(node) else 0
+
+
+def launched(op: object, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any]) -> KernelInfo:
+    """Return the kernel of a call, as `kernel_of` does; raise CaptureError for a formula that gives no number."""
+    try:
+        return kernel_of(op, args, out, kwargs)
+    except WrongCost as error:
+        raise CaptureError(str(error)) from error
 
 
 def counted(cost: Cost) -> Cost:

@@ -179,12 +179,14 @@ class Example:
     Attributes:
         fixed: names of the tensors without rows.
         joined: names of the tensors whose first dimension is rows times something; here these are two dimensions.
+        sharing: pairs of names of tensors that lie in the same memory in the user's batch.
     """
 
     inputs: Any
     targets: Any
     fixed: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
+    sharing: tuple[tuple[str, str], ...] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -234,9 +236,16 @@ def check_batch(batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_RO
         shape = (
             leaf.shape if name in fixed else (rows, joined[name], *leaf.shape[1:]) if name in joined else (rows, *leaf.shape[1:])
         )
-        return torch.zeros(shape, dtype=casts.of_batch(leaf))
+        return torch.zeros(shape, dtype=casts.of_batch(name, leaf))
 
-    return replace(found.map(example), fixed=frozenset(fixed), joined=frozenset(joined))
+    sharing = sharing_memory(found.tensors)
+    return replace(found.map(example), fixed=frozenset(fixed), joined=frozenset(joined), sharing=sharing)
+
+
+def sharing_memory(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of names of tensors that lie in the same memory, such as one that is input and target."""
+    pairs = shared.shared_tensors([(name, tensor.detach()) for name, tensor in tensors.items()])
+    return tuple((pair.first, pair.second) for pair in pairs)
 
 
 def _called(batch: BatchMaker, asked: range) -> Example:

@@ -29,7 +29,7 @@ from piper_compiler.capture import _torch, _torch_joint
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
-from piper_compiler.capture.kernels import listed
+from piper_compiler.capture.kernels import launched, listed
 from piper_compiler.capture.written import equal_rows, weights_like
 from piper_ir.errors import CaptureError
 from piper_ir.ops import HANDS_ON, KEEP_ALL
@@ -189,7 +189,7 @@ class _Watch(_torch.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         seen = isinstance(func, _torch.OpOverload) and func.namespace != "prim"  # prim::device asks a tensor what it is
         if seen and (func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)):
-            self.observed.kernels.append(kernel_of(func, args, out, kwargs or {}))
+            self.observed.kernels.append(launched(func, args, out, kwargs or {}))
         if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
             self.observed.held.append(self.live - self._base)
         return out

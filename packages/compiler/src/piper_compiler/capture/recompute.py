@@ -21,7 +21,7 @@ from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.closures import Closure, close, is_random
-from piper_ops import kernel_of
+from piper_compiler.capture.kernels import launched
 
 POLICIES: Mapping[str, frozenset[str]] = {
     "products": frozenset({"matmul", "attention"}),
@@ -35,7 +35,7 @@ MERGES = ("context_merge",)
 
 def keeps(policy: str, node: fx.Node) -> bool:
     """Return whether F keeps a tensor that backward needs."""
-    kernel = aliasing.asked(kernel_of, aliasing.producer(node))
+    kernel = aliasing.asked(launched, aliasing.producer(node))
     kinds = POLICIES.get(policy)
     if kinds is None:
         return kernel.op in policy.split("+")

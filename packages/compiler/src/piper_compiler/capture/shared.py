@@ -1,4 +1,4 @@
-"""Find named tensors of a model that share bytes without being one object.
+"""Find named tensors of a model, or of a batch, that share bytes without being one of the plan.
 
 A plan keeps every parameter and buffer apart. One Parameter under two names is one parameter of the plan. Two objects
 over the same bytes would be separated, so that a change of one no longer changes the other. That makes no difference
@@ -7,7 +7,7 @@ where neither changes; otherwise the model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,4 +89,21 @@ def check_shared(model: nn.Module, trainable: Collection[str], changed: Collecti
             f"{other!r} changes, too, but a plan keeps the two apart. Give both names the same object (`b.weight = a.weight` "
             "ties parameters), make the view in forward, or copy it in the constructor: .clone(). Of the two spectral_norm of "
             "torch take that of torch.nn.utils.parametrizations"
+        )
+
+
+def check_batch(sharing: Collection[tuple[str, str]], changed: Mapping[str, str]) -> None:
+    """Raise CaptureError where a tensor of the batch that is changed in place shares bytes with another one.
+
+    `sharing` are pairs of names, and `changed` has the line that changes a tensor.
+    """
+    for pair in sharing:
+        name = next((one for one in pair if one in changed), None)
+        if name is None:
+            continue
+        other = pair[0] if name == pair[1] else pair[1]
+        raise CaptureError(
+            f"{changed[name]}: changes {name} of the batch in place, and {other} lies in the same memory: on one device it "
+            f"changes, too, but a plan loads the two apart. Let forward change a copy ({name.split('.')[0]}.clone()), or let "
+            "batch return two tensors: .clone() of one of them"
         )

@@ -24,6 +24,7 @@ from piper_compiler.capture.dynamo import Forward, TensorInfo
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.layers import Layers
 from piper_compiler.capture.layouts import Agreed, Sharded
+from piper_compiler.capture.linearity import Auxiliary
 from piper_compiler.capture.routed import Routed, RoutedLayouts
 from piper_compiler.capture.sharding import cut_at_experts, with_shardings
 from piper_compiler.capture.stepgraph import Joint
@@ -70,6 +71,7 @@ class StoredCapture:
     layers: Layers
     reduce: torch.dtype | None
     unshared: Mapping[str, str]
+    auxiliary: tuple[Auxiliary, ...] = ()
     under: Mapping[tuple[str, ...], Program] = field(default_factory=dict)
     shared: Mapping[tuple[Sharding, ...], StoredCapture] = field(default_factory=dict)
     traced: Mapping[tuple[str, int], TracedChunk] = field(default_factory=dict)
@@ -121,6 +123,7 @@ def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
         captured.layers.without_graph(),
         captured.reduce,
         dict(captured.unshared),
+        captured.auxiliary,
         dict(captured.under),
         {asked: _stored(one, own_code=False) for asked, one in captured.shared.items()},
         traced,
@@ -164,7 +167,7 @@ def _restored(kept: StoredCapture, again: Again, forward: Forward) -> Captured:
 
 def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Captured:
     shared = {asked: _captured(one, code, forward) for asked, one in kept.shared.items()}
-    more: dict[str, Any] = {"unshared": kept.unshared, "layers": kept.layers, "reduce": kept.reduce}
+    more: dict[str, Any] = {"unshared": kept.unshared, "layers": kept.layers, "reduce": kept.reduce, "auxiliary": kept.auxiliary}
     return Captured(kept.program, code, forward, kept.advancing, kept.remarks, dict(kept.under), shared, **more)
 
 

@@ -157,7 +157,7 @@ def followed(
                 raise CaptureError(f"{found.error} {why}") from found
             continue
         except CaptureError:
-            if not locked.make():
+            if not (regions.take_larger() or locked.make()):
                 raise
             continue
         graph = recorder.graph_module().graph
@@ -199,7 +199,12 @@ class _Unfollowed(Exception):
 
 
 def _run(
-    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, regions: AutomaticRegions, metrics: OutputMetrics
+    recorder: Recorder,
+    model: nn.Module,
+    loss: Loss,
+    example: Example,
+    regions: AutomaticRegions,
+    more: tuple[OutputMetrics, bool],
 ) -> tuple[Any, ...]:
     with (
         _torch.own_settings(),
@@ -212,19 +217,24 @@ def _run(
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, example, metrics)
+                    return _traced(recorder, model, loss, example, more)
             except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:
-                return _traced(recorder, model, loss, example, metrics)
+                return _traced(recorder, model, loss, example, more)
         except _torch.CAPTURE_ERRORS as error:
             refusal = regions.problem or recorder.problem or as_capture_error(error, __file__, example.tensors)
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
                 raise refusal from error
             where, _, reason = str(refusal).partition(": cannot be captured: ")
-            reason = cause_of(reason)
-            raise _Unfollowed(refusal, next(iter(failing), None), where, reason) from error
+            reason, module = cause_of(reason), failing.module
+            if made := failing.made(error):
+                module, line = made
+                reason = "a size, or a Python number, depends on values of tensors"
+                refusal = CaptureError(f"{line}: cannot be captured: {reason}, and is used in {where or 'the loss'}.")
+                where = line
+            raise _Unfollowed(refusal, module, where, reason) from error
         except NotFlat as error:
             raise CaptureError(
                 f"a nested compile region of the model's cannot be captured: {error}; remove torch.compiler.nested_compile_region"
@@ -232,8 +242,10 @@ def _run(
             ) from error
 
 
-def _traced(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, metrics)
+def _traced(
+    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, more: tuple[OutputMetrics, bool]
+) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, *more)
     recorder.clean()
     assert isinstance(result, tuple)
     return result

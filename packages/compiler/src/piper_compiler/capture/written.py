@@ -99,6 +99,10 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
+class Leaves(CaptureError):
+    """Report that what a module returns can be in no graph; one around it, which uses that, may run as it is."""
+
+
 @dataclass
 class Planned:
     """Hold a module of a capture that runs as it is, and the calls of it.
@@ -161,26 +165,29 @@ class Planned:
         """Return what the call returns, with sizes affine in the rows."""
         wrong = next((kind for t in trials for kind in _unfit(t.results)), "")
         if wrong:
-            raise self.refused(f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can leave it")
+            raise self._leaves(f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can leave it")
         made, forms = zip(*(_torch.pytree.tree_flatten(t.results) for t in trials))
         if any(form != forms[0] for form in forms):
-            raise self.refused(f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for others")
+            raise self._leaves(f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for others")
         return _torch.pytree.tree_unflatten([self._made(leaves) for leaves in zip(*made)], forms[0])
 
     def _made(self, leaves: Sequence[Any]) -> MadeTensor | None:
         if any(leaf is None for leaf in leaves):
             if any(leaf is not None for leaf in leaves):
-                raise self.refused("it returns None for some values of its arguments, and a tensor for others")
+                raise self._leaves("it returns None for some values of its arguments, and a tensor for others")
             return None
         at2, at3, at5, other = (tuple(leaf.shape) for leaf in leaves)
         if len({len(at2), len(at3), len(at5), len(other)}) == 1 and at2 == other:
             shape = [fit(a, b) for a, b in zip(at2, at3)]
             if at5 == tuple(s.a + s.b * 5 if isinstance(s, Affine) else s for s in shape):
                 return MadeTensor(tuple((s.a, s.b) if isinstance(s, Affine) else (s, 0) for s in shape), leaves[0].dtype)
-        raise self.refused(
+        raise self._leaves(
             f"the shape of what it returns depends on values of tensors ({list(at2)} and {list(other)} for the same shapes of "
             "its arguments), and sizes that only a run knows cannot leave it"
         )
+
+    def _leaves(self, what: str) -> Leaves:
+        return Leaves(str(self.refused(what)))
 
     def refused(self, what: str, way_out: str = WAY_OUT) -> CaptureError:
         """Return the error for a module that cannot run as it is."""

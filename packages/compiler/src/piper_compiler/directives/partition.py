@@ -100,7 +100,10 @@ class Partition:
                 "name modules that run one after another with partition(layers=...), or tag stages with "
                 "`with piper.region(stage=...)` or piper.tag(model, ...)"
             )
-            text = "no nn.ModuleList, and no chain of like modules in nn.Sequential, nn.ModuleDict or numbered attributes"
+            text = (
+                "no nn.ModuleList whose entries are called, and no chain of like modules in nn.Sequential, nn.ModuleDict or "
+                "numbered attributes; an entry of which forward reads parameters, as in F.linear(x, entry.weight), is not called"
+            )
             raise fail(self, 3, f"the model has no layers ({text}); {way_out}")
         ends = _ends(program)
         for wanted, there, what in zip(UNITS[self.units], ends, ("before the first", "after the last"), strict=True):

@@ -78,6 +78,11 @@ class Precision:
         return DTYPES[self.reduce or self.params]
 
     @property
+    def batch_dtype(self) -> torch.dtype:
+        """Return torch's dtype of targets, and of what else of a batch is not cast to `compute`."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def sums_in(self) -> torch.dtype | None:
         """Return the dtype of gradient accumulators; None where forward and backward have that of every parameter."""
         alike = {self.compute_dtype, *self.kept.values()} == {self.reduce_dtype}
@@ -91,4 +96,4 @@ class Precision:
     @property
     def key(self) -> str:
         """Return the text of everything that a capture depends on."""
-        return f"{self.compute_dtype} {self.reduce_dtype} {list(self.keep.items())}"
+        return f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}"

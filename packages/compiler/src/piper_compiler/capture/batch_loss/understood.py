@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import get_args
 
+import torch
 from torch import fx
 
 from piper_compiler.capture.batch_loss.pairs import Pair, same_values, write_divisions
@@ -12,9 +14,10 @@ from piper_compiler.capture.batch_loss.terms import Dependences, writes
 from piper_compiler.capture.batch_loss.totals import Totals
 from piper_compiler.capture.batch_loss.trial import Trial
 from piper_compiler.capture.concrete import line_of
-from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
 from piper_ir.errors import CaptureError
 from piper_ir.program import LossKind
+from piper_ops import Builder, Examples
 
 WAYS_OUT = (
     "A step computes the loss of some of its rows at a time and adds them up, so the loss must be a sum over rows, a mean over "
@@ -24,38 +27,78 @@ WAYS_OUT = (
 )
 
 
-def over_whole_batch(forward: Forward) -> Forward:
+def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
-    A mean over rows stays as it is, and so does a pair of the user's. Raises CaptureError, with the line, for a loss
-    that is another function of the rows.
+    A mean over rows stays as it is, and so does a pair of the user's. `adding` says of which kind the gradients are that
+    the model adds to those of the loss: they may not be divided by the weight of a pair. Raises CaptureError, with the
+    line, for a loss that is another function of the rows.
     """
     if forward.weight is not None:
-        return replace(forward, loss_kind="sum")
+        if not adding:
+            return replace(forward, loss_kind="sum", sums=True)
+        forward = _divided(forward)
     forward = write_divisions(forward)
     before, found = set(forward.graph.nodes), Dependences(forward)
     mixed = found.of[forward.loss].mixed
     if mixed is not None or found.of[forward.loss].terms is None:
-        return _by_trial(forward, found)
-    made = _written(forward, found)
+        return _beside(_by_trial(forward, found), adding)
+    made = _written(forward, found, undivided=bool(adding))
     trial = Trial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")])
     if trial.adds_up(made, forward.loss) is False:
         raise _refused(forward.loss, "the loss is not the sum over its rows that it seems to be")
-    return made
+    return _beside(made, adding)
 
 
-def _written(forward: Forward, found: Dependences) -> Forward:
-    """Return the graph with the loss in the form that follows from how it depends on the rows."""
+def over_microbatches(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+    """Return the graph with a loss whose mean over microbatches is trained, or a pair of the user's."""
+    if forward.weight is not None:
+        return replace(forward, loss_kind="sum", sums=True)
+    return _beside(forward, adding)
+
+
+def _divided(forward: Forward) -> Forward:
+    """Return the graph with the user's pair as one number."""
+    assert forward.weight is not None
+    with forward.graph.inserting_before(forward.graph.output_node()):
+        build = Builder(forward.graph, forward.loss, Examples())
+        return replace(forward, loss=build.call(operator.truediv, forward.loss, forward.weight), weight=None)
+
+
+def _beside(forward: Forward, adding: AuxiliaryForm) -> Forward:
+    """Return the graph with the loss in the form that it needs beside auxiliary gradients.
+
+    Where these are means, the gradient of each microbatch's loss starts from 1, and all gradients are divided by the
+    number of microbatches: each gives the weight 1.
+    """
+    forward = replace(forward, adding=adding, sums=forward.loss_kind != "mean")
+    if adding != "mean" or forward.weight is not None:
+        return forward
+    loss = forward.loss
+    with forward.graph.inserting_before(forward.graph.output_node()):
+        build, dtype = Builder(forward.graph, loss, Examples()), loss.meta["example_value"].dtype
+        if forward.counted is not None:
+            count = build.method("select", forward.counted.totals, 0, 0)
+            loss = build.call(operator.mul, loss, build.method("to", count, dtype))
+        weight = build.call(torch.ones_like, build.method("detach", loss))
+    return replace(forward, loss=loss, weight=weight, loss_kind="sum")
+
+
+def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forward:
+    """Return the graph with the loss in the form that follows from how it depends on the rows.
+
+    If it may not be divided in the end (`undivided`), it reads numbers of the whole batch instead.
+    """
     terms = found.of[forward.loss].terms or frozenset()
     bases, divisors = {t.base for t in terms}, {t.divisor for t in terms if t.divisor is not None}
     if not divisors and bases <= {"mean", "constant"}:
         return replace(forward, loss_kind="mean")
-    if not divisors and bases == {"sum"}:
+    if not divisors and bases == {"sum"} and not undivided:
         return replace(forward, loss_kind="total")
     nodes = [d for d in divisors if isinstance(d, fx.Node)]
     alone = all(t.divisor is not None or t.base == "constant" for t in terms)
     changed = any(writes(n) for n in found.tail)
-    if alone and len(nodes) == len(divisors) and same_values(nodes, changed=changed):
+    if alone and not undivided and len(nodes) == len(divisors) and same_values(nodes, changed=changed):
         total, weight = Pair(forward, found.of, nodes).written()
         return replace(forward, loss=total, weight=weight, loss_kind="sum")
     if any(found.of[d].model for d in nodes):
