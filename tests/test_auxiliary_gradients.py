@@ -139,6 +139,8 @@ TRAINED = [
     (Bounded.apply, F.mse_loss),
     (hook_that_adds, F.mse_loss),
     (hook_that_scales, summed),
+    (mean_square, summed),
+    (sum_of_squares, summed),
 ]
 
 
@@ -159,7 +161,6 @@ REFUSED = [
     (balanced, F.mse_loss, "neither a sum over rows nor a mean"),
     (masked_mean, F.mse_loss, "neither a sum over rows nor a mean"),
     (BoundedNorm.apply, F.mse_loss, "neither a sum over rows nor a mean"),
-    (mean_square, summed, "Multiply it by the rows"),
 ]
 
 

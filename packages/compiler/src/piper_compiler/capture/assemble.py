@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
-from piper_compiler.capture.auxiliary import auxiliary, has_own_backward
+from piper_compiler.capture.auxiliary import auxiliary
 from piper_compiler.capture.batch_loss import over_microbatches, over_whole_batch
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
@@ -25,6 +25,7 @@ from piper_compiler.capture.linearity import Auxiliary
 from piper_compiler.capture.measured import OutputMetrics
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
+from piper_compiler.capture.own_backwards import has_own_backward
 from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_compiler.capture.shared import check_batch, check_shared

@@ -13,23 +13,23 @@ gradient, that of nothing that comes in, may be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, constants_of
 from piper_compiler.capture.linearity import Auxiliary, Dependence, Kind, dependence
+from piper_compiler.capture.own_backwards import own_backwards
 from piper_compiler.capture.written import LARGEST, weights_like
 from piper_ir.errors import CaptureError
 from piper_ir.layout import EXPERTS
 from piper_ir.sizes import Affine, TensorSpec, bind
-from piper_ops import as_written
 
 ROWS = 2
 """The rows of a half."""
@@ -41,33 +41,12 @@ FILLINGS = (((0, 1), 1.0), ((0, 1, -100), 1.0), ((0, 1), 30.0))
 """The integers of a trial, once with the target among them that losses ignore, and how far its numbers spread."""
 MOST_PRODUCTS = 4e10
 """The most multiplications of a forward that is tried, as 10 seconds of a core allow."""
-TRUSTED = ("torch", "_operator", "operator", "math", "builtins", "piper_ops", "einops")
-"""The packages whose functions have linear backwards."""
-NAMESPACES = ("aten", "prims", "prim", "piper", "torchvision", "higher_order")
-
-
-def has_own_backward(nodes: Iterable[fx.Node]) -> bool:
-    """Return whether operations of a captured graph may have a backward that is not torch's."""
-    return next(_own(nodes), None) is not None
-
-
-def _own(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    for node in nodes:
-        if node.op != "call_function":
-            continue
-        space = getattr(node.target, "namespace", None)
-        if isinstance(node.target, _torch.HigherOrderOperator) or node.target is as_written:
-            yield node
-        elif space is not None and space not in NAMESPACES:
-            yield node
-        elif space is None and str(getattr(node.target, "__module__", "torch")).partition(".")[0] not in TRUSTED:
-            yield node
 
 
 def auxiliary(store: CodeStore, code: str, sums: bool) -> Auxiliary | None:
     """Return how the backward of a chunk is not linear, or None; `sums`: the loss comes as a pair (sum, weight)."""
     recipe = store.recipe(code)
-    own = next(_own(recipe.cut.body(recipe.piece)), None)
+    own = next(own_backwards(recipe.cut.body(recipe.piece)), None)
     if own is None or not any(recipe.tangent_mask):
         return None
     found = Dependence.UNKNOWN if recipe.piece.opaque else dependence(store.joint(code, ROWS))[0]

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from piper_compiler.capture import _torch
 from piper_compiler.capture.batch_loss.reductions import MEANS, SUMS, Base, call_name, is_portable_loss, reduced
 from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.own_backwards import own_backwards
 
 Divisor = fx.Node | Literal["batch"] | None
 """The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
@@ -85,7 +86,8 @@ CONSTANT = Dependence(terms=frozenset({Term("constant")}))
 class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
-    `tail` has the nodes behind the last use of a parameter; what comes before counts as the model's.
+    `tail` has the nodes behind the last use of a parameter, and behind backwards of users; what comes before counts as
+    the model's.
     """
 
     forward: Forward
@@ -94,7 +96,8 @@ class Dependences:
 
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
-        before = ancestors(n for n in wanted if self._uses_parameter(n))
+        own = set(own_backwards(wanted))
+        before = ancestors(n for n in wanted if n in own or self._uses_parameter(n))
         for node in self.forward.graph.nodes:
             if node not in wanted:
                 continue
