@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, recipes
 from piper_compiler import Strategy
-from piper_ir.errors import DirectiveError
+from piper_compiler.capture import sharding
+from piper_compiler.passes import moves
+from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.select import where
 from piper_runtime.launch.result import Run
 from tests import parity
@@ -144,3 +146,18 @@ def test_a_term_that_another_stage_reads_is_summed_up_there(recipe: Any) -> None
     made = assert_right(TRANSLATOR, Mesh(tp=2, pp=2), CUT, recipe(pp=2, microbatches=2))
     sums = {p.reads[0] for r in made.plan.roles for i in r.program for p in i.parts if p.writes and p.writes[0].endswith("#tp")}
     assert any(value.endswith("#pp1") for value in sums) and any(value.endswith("#pp0") for value in sums)
+
+
+@pytest.mark.parametrize("mended", ["sum", "mask"])
+def test_what_does_not_fit_is_no_plan(mended: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the two above, compile says so itself: neither a simulation nor a search scores what cannot run."""
+    if mended == "sum":
+        monkeypatch.setattr(moves, "_sum", lambda *given: None)
+        job, mesh, said = TRANSLATOR, Mesh(tp=2), r"reads shared0:out0 as in0, .* asks for shared0:out0 summed over tp\."
+        asked = (piper.shard(where(), cut=True), HALF)
+    else:
+        monkeypatch.setattr(sharding, "masks", lambda *given: frozenset())
+        job, mesh, said = MASKED["learned"], Mesh(cp=2), r"R07-signature: input 7 of chunk layer0 is the value root:out0"
+        asked = (piper.shard(where(), over="cp", index="tokens", order="blocks"), piper.split(where(), microbatches=4))
+    with pytest.raises(CompileError, match=said):
+        piper.compile(job, Strategy(mesh, asked))
