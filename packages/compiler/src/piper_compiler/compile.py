@@ -25,6 +25,7 @@ from piper_compiler.passes.release import releases
 from piper_compiler.passes.residency import residency
 from piper_compiler.passes.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.templates import Drafted
+from piper_compiler.passes.wiring import check_chunks, check_wiring
 from piper_compiler.request import CompileRequest, Options, Training
 from piper_compiler.strategy import Strategy
 from piper_ir.costs import Costs
@@ -101,7 +102,9 @@ def step_graph(request: CompileRequest, program: Program) -> Graph:
     """Return the graph of a whole training step, in which a node stands for all microbatches."""
     graph = build_graph(program, split_mesh(request.strategy.mesh, program), request.costs)
     graph = apply_directives(graph, request.strategy.directives)
-    return complete(graph, request.training)
+    graph = complete(graph, request.training)
+    check_wiring(graph)
+    return graph
 
 
 def split_mesh(mesh: Mesh, program: Program) -> Mesh:
@@ -122,7 +125,9 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     best = first_to_finish(orders, lambda order: drafted(order, chunks, rows, request.options, seconds))
     freed = releases(best.draft, best.uses, best.times, best.buffers())
     programs = best.programs(freed)
-    plan = with_peaks(plan_of(best.graph, chunks, rows, programs, request))
+    plan = plan_of(best.graph, chunks, rows, programs, request)
+    check_chunks(plan)
+    plan = with_peaks(plan)
     return Lowered(best.graph, plan, lambda: best.prepared(freed))
 
 

@@ -23,7 +23,7 @@ from piper_compiler.capture.routed import RoutedLayouts
 from piper_compiler.capture.seams import with_seams
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.stepgraph import Joint
-from piper_compiler.capture.tables import constant_values, with_tables
+from piper_compiler.capture.tables import constant_values, masks, with_tables
 from piper_compiler.capture.ties import Ties
 from piper_ir.errors import CaptureError, DirectiveError
 from piper_ir.layout import Sharding
@@ -110,8 +110,9 @@ class _Shared:
         self._captured, self._asked, self._experts = captured, asked, experts
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
-        streams = any(s.stream == "tokens" for s in asked)
+        streams = bool(self._shares_tokens)
         self._constants = constant_values(captured.program, self._joint) if streams else frozenset[str]()
+        self._masks = masks(captured.program, self._joint) if streams else frozenset[str]()
         self._ties = Ties(captured.program, self._layouts)
 
     def captured(self) -> Captured:
@@ -168,7 +169,7 @@ class _Shared:
         store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
         if self._experts is not None and self._routes(chunk):
             return store.routed(code, self._experts.routed)
-        agreed = with_tables(agreed, chunk, self._constants)
+        agreed = with_tables(agreed, chunk, self._constants, self._masks)
         if any(one.cut for one in asked):
             agreed = replace(agreed, open=frozenset(k for k, o in enumerate(chunk.outputs) if o.kind == "value"))
         if self._experts is not None and (dispatch := self._experts.dispatch(chunk)).changes:

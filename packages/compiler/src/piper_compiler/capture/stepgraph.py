@@ -19,6 +19,8 @@ from piper_ir.sizes import TensorSpec
 from piper_ops import dtype_name
 
 aten = torch.ops.aten
+TOKENS = 1
+"""The dimension that holds the tokens of what passes between chunks, and of batch tensors; see `Joint.tokens_of`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Joint:
         reduce: the dtype of gradient accumulators; None for that of their parameters.
         exchanged_inputs: inputs that stand in the form in which devices exchange them with experts.
         exchanged_outputs: likewise outputs.
+        first_inputs: inputs that devices have in parts of their first dimension, where others are in parts of the second.
+        first_outputs: likewise outputs.
     """
 
     graph: fx.Graph
@@ -50,6 +54,17 @@ class Joint:
     reduce: torch.dtype | None = None
     exchanged_inputs: tuple[int, ...] = ()
     exchanged_outputs: tuple[int, ...] = ()
+    first_inputs: tuple[int, ...] = ()
+    first_outputs: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> frozenset[fx.Node]:
+        """Return what devices have in parts of its first dimension, such as a mask [queries, keys]."""
+        return frozenset((*(self.inputs[k] for k in self.first_inputs), *(self.outputs[k] for k in self.first_outputs)))
+
+    def tokens_of(self, node: fx.Node) -> int:
+        """Return the dimension of tokens of what passes between chunks."""
+        return 0 if node in self.first else TOKENS
 
     @property
     def exchanged(self) -> frozenset[fx.Node]:

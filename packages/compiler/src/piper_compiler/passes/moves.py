@@ -14,7 +14,7 @@ from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.graph_parts import GraphValue, common, in_mbs, without
 from piper_ir.mesh import whole_axis
-from piper_ir.ops import COMM, Collective, Compute
+from piper_ir.ops import COMM, Collective, Compute, Recv
 from piper_ir.plan import Channel
 
 
@@ -76,11 +76,14 @@ def _connect(edit: Editor, node: Node, value: str) -> None:
 
 
 def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
-    """Return how a value is summed up of which devices hold terms; None for all others."""
-    if not isinstance(writer.op, Compute):
+    """Return how a value is summed up of which devices hold terms; None for all others.
+
+    What comes from another role is as it was sent, under the name of what was sent and a tail.
+    """
+    if not isinstance(writer.op, Compute | Recv):
         return None
-    chunk, _, port = value.rpartition(":")
-    over = dict(edit.graph.program.chunk(chunk).terms).get(port, ()) if chunk == writer.op.chunk else ()
+    chunk, _, port = value.removesuffix(edit.values[value].tail).rpartition(":")
+    over = dict(edit.graph.program.chunk(chunk).terms).get(port, ()) if chunk == writer.coords.get("chunk") else ()
     return _Move(whole_axis(over[0]), "all_reduce", "terms", over, "allreduce") if over else None
 
 

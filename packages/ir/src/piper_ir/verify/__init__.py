@@ -5,6 +5,6 @@ and `piper_ir.tools`. All of them import `rules`, and `verifier` puts them toget
 """
 
 from piper_ir.verify.rules import RULES, Violation, instr_title
-from piper_ir.verify.verifier import check, verify
+from piper_ir.verify.verifier import check, check_joined, verify
 
-__all__ = ["RULES", "Violation", "check", "instr_title", "verify"]
+__all__ = ["RULES", "Violation", "check", "check_joined", "instr_title", "verify"]

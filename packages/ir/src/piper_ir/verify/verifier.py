@@ -24,7 +24,7 @@ from piper_ir.verify.sharing import check_sharing
 from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
 from piper_ir.verify.values import check_values
 
-__all__ = ["RULES", "Violation", "check", "verify"]
+__all__ = ["RULES", "Violation", "check", "check_joined", "verify"]
 
 
 def verify(plan: Plan) -> None:
@@ -54,11 +54,25 @@ def check(plan: Plan) -> list[Violation]:
     return findings.violations
 
 
-def _check_form(findings: Findings) -> None:
-    """Check R03 to R10 and R34 to R37 where tables hold."""
+def check_joined(plan: Plan) -> list[Violation]:
+    """Return the violations of the rules on chunks alone: what they take, add to, share, and meet in (R07, R34 to R37).
+
+    They cost little, and nobody can know them who writes a strategy. Names must exist, as in a plan just compiled.
+    """
+    findings = Findings(plan)
+    _check_joined(findings)
+    return findings.violations
+
+
+def _check_joined(findings: Findings) -> None:
     check_chunks(findings)
     check_sharing(findings)
     check_experts(findings)
+
+
+def _check_form(findings: Findings) -> None:
+    """Check R03 to R10 and R34 to R37 where tables hold."""
+    _check_joined(findings)
     check_instructions(findings)
 
 

@@ -24,6 +24,7 @@ from piper_compiler.capture.layouts.choice import (
     split_degrees,
     taken_apart,
 )
+from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ordered
 from piper_compiler.capture.layouts.decide import SUM, Decision, decided
 from piper_compiler.capture.layouts.fitting import steps_of, uneven
@@ -69,6 +70,8 @@ class Agreed:
         terms: the inputs whose gradients are terms of a sum, also where a device could make all of one.
         tables: the inputs that are constants, which pass whole.
         made: the outputs that are, likewise.
+        first_inputs: the inputs that devices have in parts of their first dimension, and not of the second.
+        first_outputs: the outputs that they have so, likewise.
         open: the outputs that may be terms of a sum, as the gradients of all values may be then; None where all that
             passes is summed up already.
     """
@@ -77,12 +80,17 @@ class Agreed:
     terms: frozenset[int] = frozenset()
     tables: frozenset[int] = frozenset()
     made: frozenset[int] = frozenset()
+    first_inputs: frozenset[int] = frozenset()
+    first_outputs: frozenset[int] = frozenset()
     open: frozenset[int] | None = None
 
     @property
     def text(self) -> str:
         """Return it as one text, in a fixed order."""
         constants = f" {sorted(self.tables)} {sorted(self.made)}" if self.tables or self.made else ""
+        constants += f" first {sorted(self.first_inputs)} {sorted(self.first_outputs)}" * bool(
+            self.first_inputs | self.first_outputs
+        )
         sums = "" if self.open is None else f" open {sorted(self.open)}"
         return f"{sorted(self.whole)} {sorted(self.terms)}{constants}{sums}"
 
@@ -121,12 +129,17 @@ def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = A
 def _shared(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames) -> SharedChunk:
     """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use.
 
-    What may be a term of a sum is so along axes at which chunks are cut.
+    So is a mask of queries and keys where attention is computed in parts of its heads, which need all of it. What may be
+    a term of a sum is so along axes at which chunks are cut.
     """
+    joint = replace(joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs))
     found = share(joint, shardings, agreed.whole, params)
     tables = frozenset(found.joint.inputs[k] for k in agreed.tables) | {found.joint.outputs[k] for k in agreed.made}
     context = {name for s in shardings if s.context for name, _ in s.axes}
-    axes = tuple(a if a.name in context else replace(a, tables=tables) for a in found.axes)
+    masks = tables & found.joint.first
+    of_heads = {name for s in shardings if s.context and s.attention == HEADS_AROUND for name, _ in s.axes}
+    whole = {a.name: tables if a.name not in context else masks if a.name in of_heads else frozenset() for a in found.axes}
+    axes = tuple(replace(a, tables=whole[a.name]) for a in found.axes)
     if agreed.open is not None:
         cut = {name for s in shardings if s.cut for name, _ in s.axes}
         sums = _passed(found.joint, agreed.open)

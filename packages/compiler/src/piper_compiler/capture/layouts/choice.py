@@ -18,14 +18,14 @@ from torch import fx
 
 from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ZIGZAG
-from piper_compiler.capture.layouts.decide import TOKENS, SharedAxis
+from piper_compiler.capture.layouts.decide import SharedAxis
 from piper_compiler.capture.layouts.fitting import instead, refined, steps_of, tokens_text, uneven
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, OverlappingCuts, TensorKey, indexed, key_of
 from piper_compiler.capture.layouts.means import means_apart
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.nest_places import NestPlace, has_nest, index_at, nest_places
 from piper_compiler.capture.layouts.unfuse import unfused
-from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.stepgraph import TOKENS, Joint
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding
 
@@ -357,11 +357,11 @@ def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
     seen, exchanged = set[Nested](), joint.exchanged
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] in ("value", "batch") and node not in exchanged and len(indexes.tensors[node, 0]) > TOKENS:
-            seen.add(indexes.tensors[node, 0][TOKENS])
+            seen.add(indexes.tensors[node, 0][joint.tokens_of(node)])
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]
         if node not in exchanged and len(dims) > TOKENS:
-            seen.add(dims[TOKENS])
+            seen.add(dims[joint.tokens_of(node)])
     yield from sorted((n for n in seen if n), key=lambda n: n[0].number)
 
 

@@ -30,8 +30,6 @@ class Sum(Enum):
 
 SUM = Sum.SUM
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-TOKENS = 1
-"""The dimension of a value or batch tensor that holds the tokens."""
 Along = LoopIndex | Sum | None
 """The way in which a tensor lies along an axis: in parts of an index, as a sum, or None: equal on all devices."""
 
@@ -170,7 +168,7 @@ class _Pass:
                 self._ask(argument, index)
 
     def _boundary(self, node: fx.Node) -> Along:
-        """Return how what passes between chunks lies: by its second dimension, so that all chunks see it alike.
+        """Return how what passes between chunks lies: by its dimension of tokens, so that all chunks see it alike.
 
         What experts take and give is in parts of their index.
         """
@@ -181,7 +179,8 @@ class _Pass:
         dims = self._indexes.tensors[key_of(node)]
         if node in self._axis.tables:
             return None
-        return next((i for i in dims[TOKENS] if i in self._axis.stream), None) if len(dims) > TOKENS else None
+        at = self._joint.tokens_of(node)
+        return next((i for i in dims[at] if i in self._axis.stream), None) if len(dims) > at else None
 
     def _first(self, wanted: frozenset[LoopIndex], node: fx.Node) -> LoopIndex | None:
         """Return the first index of a node's tensor that is among `wanted`."""
