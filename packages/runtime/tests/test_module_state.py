@@ -32,6 +32,7 @@ OPTIONS = {"noise": {"scale": 0.5}, "names": ["wind", "rain"]}
 ARGUMENTS = argparse.Namespace(station="north")
 MEANS = torch.tensor([1.0, 2.0])
 TABLE = numpy.arange(4)
+SHARE = numpy.float32(0.5)
 UNREAD = 1
 _CACHE = {}
 _LOADED = None
@@ -94,7 +95,7 @@ def batch(step, rows, window=Window(4)):
     _CACHE[step] = cached(step)
     GENERATOR.random(), next(COUNTS)
     found = {}
-    found["x"] = normed(MEANS * OPTIONS["noise"]["scale"] + float(TABLE[1])) * WINDOW.width
+    found["x"] = normed(MEANS * OPTIONS["noise"]["scale"] + float(TABLE[1] + SHARE)) * WINDOW.width
     found["y"] = F.one_hot(torch.tensor(STATIONS.load()[0] * STATIONS.unit * len(STATIONS.table)).long(), 9)
     return found, ARGUMENTS.station, Stations.height, window.width, WINDOW.width
 """
@@ -128,7 +129,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     f"{NAME}.OPTIONS['more'] is 1 in the launcher and not set in": lambda m: m.OPTIONS.update(more=1),
     f"{NAME}.ARGUMENTS.station is 'south' ": lambda m: setattr(m.ARGUMENTS, "station", "south"),
     f"{NAME}.MEANS (a tensor of torch.float32 [2]) is another one": lambda m: m.MEANS.add_(1.0),
-    f"{NAME}.TABLE (an array of int64 [4]) is another one": lambda m: m.TABLE.__setitem__(0, 7),
+    f"{NAME}.TABLE (a ndarray of 'l' [4]) is another one": lambda m: m.TABLE.__setitem__(0, 7),
+    f"{NAME}.SHARE is np.float32(0.75) in": lambda m: setattr(m, "SHARE", m.numpy.float32(0.75)),
     f"{NAME}.WINDOW.width is 5 ": lambda m: setattr(m.WINDOW, "width", 5),
     f"{NAME}.batch(default 0).width is 6 ": lambda m: setattr(m.batch.__defaults__[0], "width", 6),
     f"{NAME}.Stations.height is 2.0 ": lambda m: setattr(m.Stations, "height", 2.0),

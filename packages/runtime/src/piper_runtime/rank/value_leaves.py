@@ -17,7 +17,6 @@ from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
 from piper_runtime.rank.code_names import home_of, names_in
@@ -44,8 +43,7 @@ _OF_PYTEST = "@pytest_ar"
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
-    datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, numpy.generic, numpy.dtype,
-    pathlib.PurePath, re.Pattern,
+    datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, re.Pattern,
 )  # fmt: skip
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
@@ -68,10 +66,8 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
             yield path, _leaf(repr(value))
         case torch.Tensor():
             yield path, _tensor(value)
-        case numpy.ndarray():
-            if value.dtype != object:
-                look = f"an array of {value.dtype} {list(value.shape)}"
-                yield path, Leaf(look, _digest(_ends(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8))))
+        case object() if (view := _view(value)) is not None:
+            yield path, _buffer(value, view)
         case types.FunctionType():
             yield from _function(value, path, inner)
         case types.BuiltinFunctionType():
@@ -130,6 +126,24 @@ def _tensor(value: torch.Tensor) -> Leaf:
         return _leaf(look)
     raw = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return Leaf(look, _digest(_ends(raw)))
+
+
+def _view(value: object) -> memoryview | None:
+    """Return the memory of an array, a number of numpy's, or another buffer."""
+    try:
+        return memoryview(value)  # type: ignore[arg-type]  # what has none raises
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def _buffer(value: object, view: memoryview) -> Leaf:
+    """Return the leaf of a buffer; of one of objects, or a large one with gaps, its look alone is compared."""
+    look = f"a {type(value).__name__} of {view.format!r} {list(view.shape or ())}"
+    if "O" in view.format or not (view.c_contiguous or view.nbytes <= MOST_BYTES):
+        return _leaf(look)
+    return Leaf(
+        _short(repr(value)) if not view.shape else look, _digest(_ends(view.cast("B") if view.c_contiguous else view.tobytes()))
+    )
 
 
 def _ends(data: Any) -> bytes:
