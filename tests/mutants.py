@@ -3,8 +3,8 @@ table.
 
 A compiler fault changes a finished plan: tests/plan_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py,
 layout_faults.py, expert_faults.py (peaks are computed after it). A runtime fault is one of tests/runtime_faults.py, a job fault
-one of tests/job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py or backward_faults.py. Each is tried on the
-cases below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
+one of tests/job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py, backward_faults.py or state_faults.py. Each
+is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tests.recompute_faults import RECOMPUTE
 from tests.schedule_faults import SCHEDULE
 from tests.sharding_faults import SHARDING
 from tests.sharer_faults import SHARERS
+from tests.state_faults import STATES
 
 CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002),
@@ -178,7 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
-        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS)
+        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *STATES)
     ),
 )
 

@@ -33,9 +33,9 @@ from piper_runtime.checkpoint.meta import CheckpointMeta
 from piper_runtime.checkpoint.rank_file import rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Portion, left_out, saved_portion
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.checkpoint.settings import MARKER, META
 from piper_runtime.weights.boxes import boxes_of_range
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, read_metadata, read_range
+from piper_runtime.weights.marker import MARKER, META, digest_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
 
@@ -137,7 +137,7 @@ def test_an_archive_is_that_of_torch_save_but_for_its_identity(name: str) -> Non
     tensor, ours, theirs = TENSORS[name], io.BytesIO(), io.BytesIO()
     for _ in range(2):  # made, and then known
         ours = io.BytesIO()
-        assert write_tensor(ours, tensor) == len(ours.getvalue())
+        assert write_tensor(ours, tensor)[0] == len(ours.getvalue())
     with _checksums():
         torch.save(tensor.clone(), theirs)
     with ZipFile(ours) as a, ZipFile(theirs) as b:
@@ -210,10 +210,12 @@ def changed_metadata(path: Path, change: Callable[[Any], None]) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Write a file with the size that the marker says."""
+    """Write a file with the size and the digest that the marker says, as a stranger may: without checksums."""
     (path / name).write_bytes(data)
     marker = json.loads((path / MARKER).read_text())
     marker["files"][name] = len(data)
+    marker["digests"] |= {name: digest_of(data)} if name in marker["digests"] else {}
+    marker.pop("checksums", None)
     (path / MARKER).write_text(json.dumps(marker))
 
 
@@ -286,7 +288,7 @@ def _shorter(path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [DCP_METADATA, META, "__0_0.distcp"])
 def test_a_truncated_or_missing_file_is_named(name: str, copied: Path) -> None:
     _shorter(copied, name)
-    with pytest.raises(FormatError, match=rf"{name} has \d+ bytes, \d+ bytes were written; take another checkpoint"):
+    with pytest.raises(FormatError, match=rf"{name} has \d+ bytes, \d+ bytes were written; copy the whole folder again"):
         resume(copied)
     (copied / name).unlink()
     with pytest.raises(FormatError, match=rf"{name} is missing, \d+ bytes were written"):

@@ -20,11 +20,12 @@ from piper_ir.errors import ExecutionError, JobError, OutputError, PiperWarning
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint import commits, saved_run
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints
+from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.report import StepRecord
 from piper_runtime.rank.optimizer import RankOptimizer
 from piper_runtime.rank.optimizer_calls import advance
+from piper_runtime.weights.marker import MARKER
 
 Named = list[tuple[str, nn.Parameter]]
 

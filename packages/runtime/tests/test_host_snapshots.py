@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE, adamw, batch
@@ -233,12 +233,12 @@ def test_folders_that_nobody_uses_are_deleted(memory: Path, tmp_path: Path) -> N
     for folder in (left, used):
         folder.mkdir()
         (folder / "0-0.bytes").touch()
-    lock = os.open(used, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = FileLock(memory / f"{used.name}.lock")
+    lock.acquire()
     with survivors.survivors(saved(tmp_path), 1) as kept:
         assert kept.options() is not None and not left.exists() and used.exists()
-        assert [p.name.split("-")[2] for p in memory.iterdir() if p != used] == [str(os.getpid())]
-    os.close(lock)
+        assert [p.name.split("-")[2] for p in memory.iterdir() if p.is_dir() and p != used] == [str(os.getpid())]
+    lock.release()
     with survivors.survivors(saved(tmp_path), 1):
         assert not used.exists()
     for settings, restarts in ((saved(tmp_path), 0), (saved(tmp_path, snapshot=None), 1), (None, 1)):

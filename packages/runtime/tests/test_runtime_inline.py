@@ -1,5 +1,6 @@
 """The inline engine: equal to one device, deadlocks and failures named, faults noticed."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from packages.runtime.tests.handmade import CODE, adamw, batch
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime import execute
+from piper_runtime.launch.report import StepRecord
 from piper_runtime.rank.rank import Binder, Rank
 from tests import runtime_faults as faults
 
@@ -172,3 +174,22 @@ def test_every_fault_is_noticed(fault: str) -> None:
             return
     assert distance(found, plan, job) > 1e-7
     assert Rank.binder == Binder()
+
+
+def test_a_long_run_does_not_fill_the_memory() -> None:
+    """A step leaves one record, whatever the number of ranks."""
+    plan, job = chain(dp=2, microbatches=2)
+    counts: list[int] = []
+
+    def count(record: StepRecord) -> None:
+        if record.step in (20, 120):
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+
+    made = run(plan, job, steps=121, gradients=False, on_step=count)
+    assert len(made.losses) == 121 and counts[1] - counts[0] < 250
+
+
+def test_the_gradients_of_a_run_are_those_of_each_step() -> None:
+    plan, job = chain(dp=2, microbatches=2)
+    assert [len(found) for found in run(plan, job, steps=4).rank_gradients.values()] == [4, 4, 4, 4]

@@ -38,8 +38,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from piper.api.foreign import PLAIN, of_the_user
-from piper.api.reads import OF_THE_PROCESS, Home, Unseen, cells, home_of, is_foreign, is_pure, read_by
+from piper.api.reads import OF_THE_PROCESS, Unseen, is_pure, read_by
 from piper_ops import storage_key
+from piper_runtime.rank import Home, cells, home_of, is_foreign
 
 MOST_BYTES = 2**20
 """The most bytes of one tensor, array or other buffer that are looked into."""

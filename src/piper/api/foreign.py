@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from piper.api.reads import Unseen, cells, home_of
+from piper.api.reads import Unseen
+from piper_runtime.rank import cells, home_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
 """The types whose `repr` is their content."""

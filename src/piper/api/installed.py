@@ -20,7 +20,8 @@ from pathlib import Path
 
 from piper.api.content import content_of
 from piper.api.foreign import PLAIN, of_the_user
-from piper.api.reads import Unseen, home_of
+from piper.api.reads import Unseen
+from piper_runtime.rank import home_of
 
 MOST_ITEMS = 1000
 """The length of a setting from which on it is a table, which nobody changes."""

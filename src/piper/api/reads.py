@@ -7,29 +7,16 @@ and Python's own.
 from __future__ import annotations
 
 import builtins
-import dis
-import functools
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 
 from piper_ir.tools import PACKAGES
+from piper_runtime.rank import Import, cells, home_of, is_foreign, names_in
 
-Home = Literal["user", "installed", "known"]
-
-_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_TORCH = f"{Path(torch.__file__).parent}/"
-_STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
-
-OF_TORCH = ("piper", "functorch", "torchgen")
-"""The further packages that count by name: Piper, and what torch installs beside itself."""
 PURE = PACKAGES | {
     "abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum", "fractions", "functools", "itertools",
     "math", "numbers", "operator", "piper", "string", "torch", "types", "typing", "_abc", "_collections", "_collections_abc",
@@ -56,32 +43,8 @@ REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribut
 """The names in code that may read attributes whose names it does not say."""
 
 
-@dataclass(frozen=True)
-class Import:
-    """Hold a statement in a function that imports.
-
-    Attributes:
-        name: the module as it is written, without dots before it.
-        level: the number of these dots.
-        items: what is taken from the module; empty for `import a.b`.
-    """
-
-    name: str
-    level: int
-    items: tuple[str, ...]
-
-
 class Unseen(Exception):
     """Report that a value may depend on something that cannot be looked into."""
-
-
-def cells(function: types.FunctionType) -> Iterator[object]:
-    """Yield the variables of the functions around this one; "unset" for one that has no value yet."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            yield "unset"
 
 
 def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -> Iterator[tuple[str, object]]:
@@ -89,7 +52,7 @@ def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -
 
     Raises Unseen where it may read more; with `elsewhere`, also where it may read something else in another process.
     """
-    read, imported, names = _names(function.__code__)
+    read, imported, names = names_in(function.__code__)
     space = function.__globals__
     values = list(zip(function.__code__.co_freevars, cells(function), strict=True))
     values += [(name, space[name]) for name in read if name in space]
@@ -178,62 +141,6 @@ def _read_of(
             yield "os.environ", os.environ
         elif elsewhere and name in OF_THE_PROCESS:
             raise Unseen
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[Import, ...], frozenset[str]]:
-    """Return the names that some code uses, with those of the functions in it.
-
-    They are the globals that it reads, the modules that it imports, and all its names. A text may be a name too, as in
-    getattr(settings, "depth").
-    """
-    read: dict[str, None] = {}
-    imported: dict[Import, None] = {}
-    pushed: list[object] = []
-    names = set(code.co_names) | {constant for constant in code.co_consts if isinstance(constant, str)}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _GLOBAL:
-            read[instruction.argval] = None
-        elif instruction.opname == "IMPORT_NAME":
-            level, items = pushed[-2:]  # the compiler pushes both right before
-            imported[Import(instruction.argval, int(str(level)), tuple(items) if isinstance(items, tuple) else ())] = None
-        elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            pushed.append(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names(constant)
-            read |= dict.fromkeys(inner[0])
-            imported |= dict.fromkeys(inner[1])
-            names |= inner[2]
-    return tuple(read), tuple(imported), frozenset(names)
-
-
-def home_of(name: object) -> Home:
-    """Return whose the code of a module is."""
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is None or not isinstance(name, str):
-        return "user"
-    spec = getattr(module, "__spec__", None)
-    return _home_of(name, getattr(module, "__file__", None), getattr(spec, "origin", None))
-
-
-@functools.lru_cache(maxsize=4096)
-def _home_of(name: str, file: str | None, origin: str | None) -> Home:
-    top = name.partition(".")[0]
-    if top in PACKAGES or top in OF_TORCH or origin in ("built-in", "frozen"):
-        return "known"
-    if file is None:
-        return "user"
-    if file.startswith(_TORCH):
-        return "known"
-    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
-        return "installed"
-    return "known" if file.startswith(_STDLIB) else "user"
-
-
-def is_foreign(value: object) -> bool:
-    """Return whether a function that torch, Piper or Python's library holds was put there by someone else."""
-    return isinstance(value, types.FunctionType) and home_of(value.__globals__.get("__name__")) != "known"
 
 
 def is_pure(module: str) -> bool:

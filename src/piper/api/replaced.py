@@ -12,7 +12,7 @@ import types
 import torch
 import torch.nn.modules
 
-from piper.api.reads import home_of, is_foreign
+from piper_runtime.rank import home_of, is_foreign
 
 _FUNCTIONS = (torch, torch.nn.functional, torch.nn.init, torch.fft, torch.linalg, torch.special)
 _NO_FUNCTION = (types.ModuleType, type, bool, int, float, str)

@@ -36,12 +36,14 @@ class Archive:
     local: int
     central: int
 
-    def write(self, file: IO[bytes], content: memoryview) -> None:
-        """Write the archive with these bytes."""
-        crc = zlib.crc32(content).to_bytes(4, "little")
+    def write(self, file: IO[bytes], content: memoryview) -> int:
+        """Write the archive with these bytes; return their checksum."""
+        checksum = zlib.crc32(content)
+        crc = checksum.to_bytes(4, "little")
         file.write(self.head[: self.local] + crc + self.head[self.local + 4 :])
         file.write(content)
         file.write(self.tail[: self.central] + crc + self.tail[self.central + 4 :])
+        return checksum
 
 
 @lru_cache(KINDS)
@@ -61,11 +63,11 @@ def archive_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Archive:
     return Archive(data[:begin], data[end:], at + LOCAL_CRC, central + CENTRAL_CRC - end)
 
 
-def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> int:
-    """Write a contiguous tensor on the CPU, or a view of one, as its archive; return how many bytes that are."""
+def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> tuple[int, int]:
+    """Write a contiguous tensor on the CPU, or a view of one, as its archive; return the bytes of that, and a checksum."""
     archive = archive_of(tensor.dtype, tuple(tensor.shape))
-    archive.write(file, bytes_of(tensor))
-    return len(archive.head) + tensor.nbytes + len(archive.tail)
+    checksum = archive.write(file, bytes_of(tensor))
+    return len(archive.head) + tensor.nbytes + len(archive.tail), checksum
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

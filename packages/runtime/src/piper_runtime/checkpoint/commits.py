@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
@@ -21,10 +20,7 @@ from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
 from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
 from piper_runtime.checkpoint.rank_file import SaveDone, rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import NamedRange, left_out, model_key
-from piper_runtime.checkpoint.saved_run import MARKER_FORMAT, MARKER_VERSION
 from piper_runtime.checkpoint.settings import (
-    MARKER,
-    META,
     Checkpoints,
     complete_checkpoints,
     drop_partial,
@@ -33,6 +29,7 @@ from piper_runtime.checkpoint.settings import (
 )
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.weights.dcp_tensors import DCP_HOME, DCP_METADATA, SavedBox
+from piper_runtime.weights.marker import MARKER, META, marker_text
 
 
 class CheckpointCommits:
@@ -147,16 +144,16 @@ def complete(partial: Path, folder: Path, meta: CheckpointMeta, boxes: list[Save
     Each step is durable before the next one. Raises OSError when that fails; then the folder has no marker.
     """
     aliases = {model_key(other): model_key(first) for other, first in meta.tied.items()}
-    _write(partial / META, dumps(meta, indent=1).encode())
-    _write(partial / DCP_METADATA, metadata_bytes(boxes, aliases))
+    described = {META: dumps(meta, indent=1).encode(), DCP_METADATA: metadata_bytes(boxes, aliases)}
+    for name, content in described.items():
+        _write(partial / name, content)
     _sync(partial)
     sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     if folder.exists():
         delete(folder)
     partial.rename(folder)
     _sync(folder.parent)
-    marker = {"format": MARKER_FORMAT, "version": MARKER_VERSION, "step": meta.step, "files": sizes}
-    _write(folder / MARKER, json.dumps(marker, indent=1).encode())
+    _write(folder / MARKER, marker_text(meta.run, meta.step, sizes, described, boxes).encode())
     _sync(folder)
 
 

@@ -20,8 +20,9 @@ from piper_runtime.checkpoint.rank_file import rank_file, write_boxes
 from piper_runtime.checkpoint.rank_tensors import MODEL, NamedRange, key_path, model_key
 from piper_runtime.checkpoint.safetensors_export import ToWrite, write_safetensors
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.checkpoint.settings import MARKER, complete_checkpoints, partial_folder, step_folder
+from piper_runtime.checkpoint.settings import complete_checkpoints, partial_folder, step_folder
 from piper_runtime.weights.dcp_tensors import read_range
+from piper_runtime.weights.marker import MARKER
 from piper_runtime.weights.safetensors_file import read_headers
 
 SUFFIX = ".safetensors"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import torch
 
@@ -38,6 +39,7 @@ class CheckpointMeta:
         plan_key: the key of the plan.
         strategy: the mesh and the microbatches of the plan, for people.
         versions: those of Piper and torch.
+        run: a random name of the run, or of its attempt after a restart; empty where no run has made the checkpoint.
     """
 
     FORMAT: ClassVar[str] = "piper-checkpoint"
@@ -59,6 +61,7 @@ class CheckpointMeta:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     group_of: Mapping[str, int] = field(default_factory=dict)
+    run: str = ""
 
 
 def data_of(job: Job, step: int) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
         0, job.seed, job.global_batch, trained=tuple(p.name for p in plan.params if p.trained),
         tied={other: p.name for p in plan.params for other in p.tied}, data=data_of(job, 0), program_key=plan.program_key,
         plan_key=plan.key, strategy=strategy, versions=versions(),
-        group_of={name: b.group for b in plan.buckets for name in b.params},
+        group_of={name: b.group for b in plan.buckets for name in b.params}, run=uuid4().hex,
     )  # fmt: skip
 
 

@@ -77,8 +77,8 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
             for together in in_line(ranges):
                 key, shape = together[0].key, together[0].shape
                 for box, part in _parts(flat, together):
-                    size, name = write_tensor(file, part), dtype_name(flat.dtype)
-                    out.append(SavedBox(key, name, shape, box.offsets, box.sizes, path.name, at, size))
+                    (size, checksum), name = write_tensor(file, part), dtype_name(flat.dtype)
+                    out.append(SavedBox(key, name, shape, box.offsets, box.sizes, path.name, at, size, checksum))
                     at += size
                     wrote()
         file.flush()

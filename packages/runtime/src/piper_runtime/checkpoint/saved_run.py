@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from piper_ir.codec import loads, read_document
+from piper_ir.codec import loads
 from piper_ir.errors import FormatError, JobError, PiperWarning
 from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec, bind
@@ -23,7 +23,7 @@ from piper_runtime.checkpoint.rank_tensors import (
     plain_settings,
     saved_dtypes,
 )
-from piper_runtime.checkpoint.settings import MARKER, META
+from piper_runtime.checkpoint.settings import step_of
 from piper_runtime.rank.job import Job
 from piper_runtime.rank.optimizer_calls import (
     advance,
@@ -33,9 +33,8 @@ from piper_runtime.rank.optimizer_calls import (
     schedule_state,
 )
 from piper_runtime.rank.optimizer_groups import groups_of, optimizer_spec, state_keys
-from piper_runtime.weights.dcp_tensors import DCP_METADATA, MOST_BYTES, SavedTensor, read_metadata, unreadable
-
-MARKER_FORMAT, MARKER_VERSION = "piper-checkpoint-files", 1
+from piper_runtime.weights.dcp_tensors import SavedTensor
+from piper_runtime.weights.marker import META, decoded, marked_tensors
 
 
 @dataclass(frozen=True)
@@ -55,61 +54,18 @@ class SavedRun:
 def open_checkpoint(path: Path) -> SavedRun:
     """Return what a checkpoint says.
 
-    Raises JobError when it is missing, incomplete or not one of Piper's, and FormatError when it was changed.
+    Raises JobError when it is missing, incomplete or not one of Piper's, and FormatError when it was changed, or when a
+    file of it is of another step or run.
     """
     if not path.is_dir():
         raise JobError(f"{path}: there is no such folder; give the path of a checkpoint")
-    sizes = _files(path)
-    meta = loads(CheckpointMeta, _text(path / META), str(path / META))
+    described, tensors = marked_tensors(path)
+    meta = loads(CheckpointMeta, decoded(described, path / META), str(path / META))
     if meta.step < 0:
         raise FormatError(f"{path / META}: step {meta.step} is before the first one; take another checkpoint")
-    tensors = read_metadata(_bytes(path / DCP_METADATA), str(path / DCP_METADATA))
-    for key, tensor in tensors.items():
-        if problem := unreadable(tensor, sizes):
-            raise FormatError(f"{path}: the metadata {problem} for {key}; take another checkpoint")
+    if (named := step_of(path)) is not None and named != meta.step:
+        raise FormatError(f"{path} holds step {meta.step}, and not the one of its name; rename the folder, or take another one")
     return SavedRun(path, meta, tensors)
-
-
-def _files(path: Path) -> dict[str, int]:
-    """Return the sizes of a checkpoint's files; raise unless they are all there and as long as they were written."""
-    if not (path / MARKER).is_file():
-        kind = "is a checkpoint that was not completed" if (path / META).is_file() else "is no checkpoint of Piper's"
-        raise JobError(f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the newest complete one")
-    where = str(path / MARKER)
-    sizes = read_document(MARKER_FORMAT, MARKER_VERSION, _text(path / MARKER), where).get("files")
-    if not isinstance(sizes, dict) or not all(_is_file_name(n) and type(s) is int for n, s in sizes.items()):
-        raise FormatError(f"{where}: names of files with their sizes are expected; take another checkpoint")
-    for name, size in sizes.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes"
-            raise FormatError(f"{path / name} {what}, {size} bytes were written; take another checkpoint")
-    for name in (META, DCP_METADATA):
-        if name not in sizes:
-            raise FormatError(f"{where} does not list {name}; take another checkpoint")
-    return sizes
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as e:
-        raise JobError(f"{path} cannot be read: {e.strerror}; take another checkpoint") from None
-    if len(data) > MOST_BYTES:
-        raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
-    return data
-
-
-def _text(path: Path) -> str:
-    try:
-        return _bytes(path).decode()
-    except UnicodeDecodeError:
-        raise FormatError(f"{path} is no text; take another checkpoint") from None
 
 
 def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from piper_ir.errors import JobError, OutputError
 from piper_ir.keywords import checked_fields
 from piper_runtime.checkpoint.sole_writer import sole_writer
+from piper_runtime.weights.marker import MARKER
 
-MARKER = "complete.json"
-"""The file that is written last: only a folder that has it is a checkpoint. It holds the sizes of all other files."""
-META = "run.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 
@@ -65,6 +63,12 @@ class Checkpoints:
 def step_folder(step: int) -> str:
     """Return the name of the checkpoint after so many steps."""
     return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the number of steps that the name of a checkpoint's folder says; None of another name."""
+    found = _STEP.fullmatch(folder.name)
+    return None if found is None else int(found[1])
 
 
 def partial_folder(step: int) -> str:

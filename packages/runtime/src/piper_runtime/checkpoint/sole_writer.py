@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from piper_ir.errors import JobError
+
+LOCK = ".lock"
+"""The end of the name of a file that is locked."""
 
 
 @contextmanager
@@ -17,23 +20,23 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
     A file system without locks holds nobody off.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    lock = FileLock(folder / LOCK)
     try:
-        if not _locked(descriptor):
-            raise JobError(
-                f"another run is writing its checkpoints to {folder}; give each run a folder of its own, or wait for its end"
-            )
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise JobError(
+            f"another run is writing its checkpoints to {folder}; give each run a folder of its own, or wait for its end"
+        ) from None
+    except OSError:  # the file system has no locks
+        pass
+    try:
         yield
     finally:
-        os.close(descriptor)
+        let_go(lock)
 
 
-def _locked(descriptor: int) -> bool:
-    """Lock a folder until it is closed; return False where somebody else has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        return True
-    return True
+def let_go(lock: FileLock) -> None:
+    """Remove the file of a lock that is held, and let others have it; they make a new file."""
+    if lock.is_locked:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()

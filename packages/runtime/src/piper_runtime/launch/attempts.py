@@ -142,7 +142,7 @@ class Attempts:
         on_step = recovery.heard if options.stream else None
         with committing(options.checkpoint, plan, self.job, self.initial) as on_save:
             if self.workers is None:
-                progress = Progress(plan, on_step, on_save, begin.step)
+                progress = Progress(plan, recovery.heard, on_save, begin.step)
                 return run_inline(
                     plan, code, self.job, self.initial, options, progress, begin.copied or begin.saved, self.evaluation
                 )
@@ -154,10 +154,11 @@ class Attempts:
         first = min(r.first_step for r in reports.values())
         Progress(plan, found.append, first_step=first).finish(reports)
         records = recovery.records(found)
+        last = [*records[-1:], *found[-1:]]  # of the last attempt, where its ranks have kept it
         losses, step_s = [r.loss for r in records], [r.step_s for r in records]
         notes = {"peak_bytes": MEASURED} if self.options.memory else {}
         if any(r.spans for r in reports.values()):
-            notes["traced step"] = f"{found[-1].step_s:.6g} s; {TRACED}"
+            notes["traced step"] = f"{last[-1].step_s:.6g} s; {TRACED}"
         if error := max(r.clock_error_s for r in reports.values()):
             notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
         period_s = median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None
@@ -165,7 +166,7 @@ class Attempts:
         spans = {r: rep.spans for r, rep in reports.items()}
         points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
         waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
-        trace = executed_trace(plan, first + len(found) - 1, spans, points, losses, notes, waits)
+        trace = executed_trace(plan, last[-1].step if last else first - 1, spans, points, losses, notes, waits)
         return Run(
             losses, step_s, period_s,
             {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,

@@ -44,7 +44,7 @@ def run_inline(
     plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress,
     saved: SavedRun | HostSnapshot | None, evaluation: Evaluation | None = None,
 ) -> dict[int, RankReport]:  # fmt: skip
-    """Return the results of every rank; raise Interrupted when the run was ended after a step."""
+    """Return the results of every rank, but of the steps, which `progress` gets; raise Interrupted after an interrupt."""
     reports = {r: RankReport(first_step=options.first_step) for r in range(plan.mesh.world)}
     device = choose_device(devices.default, 0)  # all ranks on one
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -93,6 +93,7 @@ def _train(
             ended, found = time.perf_counter(), {} if evaluator is None else evaluator.after(step)
             for rank in ranks:
                 progress.add(rank.rank, reports[rank.rank].end_step(rank, ended, found.get(rank.rank)))
+                reports[rank.rank].hand_on()
             engine.counters = {}
             done = step + 1
             saves.step_done(done)

@@ -92,6 +92,7 @@ class RankReport:
         evaluations: by step, the scalars of the evaluation after it and its seconds.
         core_s: per step the seconds in which the issuing thread could run and waited for a core.
         threads_s: the same of all threads of the rank together, in the mean step after the warm-up.
+        handed_on: the number of steps whose results the launcher has taken, and which are not kept here any more.
     """
 
     started: float = 0.0
@@ -112,6 +113,7 @@ class RankReport:
     evaluations: dict[int, tuple[dict[str, dict[int, float]], float]] = field(default_factory=dict)
     core_s: list[float] = field(default_factory=list)
     threads_s: float = 0.0
+    handed_on: int = 0
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Move the times to another clock, which is known to `error_s`."""
@@ -124,25 +126,39 @@ class RankReport:
     def end_step(self, rank: Rank, ended: float | None = None, evaluated: Evaluated | None = None) -> StepDone:
         """Keep the results of the step that a rank has just done, or at `ended`, and of the evaluation after it."""
         if evaluated is not None:
-            self.evaluations[self.first_step + len(self.finished)] = evaluated.scalars, evaluated.seconds
+            self.evaluations[self.first_step + self.count] = evaluated.scalars, evaluated.seconds
         self.finished.append(time.perf_counter() if ended is None else ended)
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
         self.expert_tokens.append(rank.expert_tokens)
         self.updates.append((rank.gradient_norm, rank.optimizer.rates))
-        return self.steps()[-1]
+        return self._done(len(self.finished) - 1)
+
+    @property
+    def count(self) -> int:
+        """Return the number of steps that are done."""
+        return self.handed_on + len(self.finished)
 
     def steps(self) -> list[StepDone]:
-        """Return a report for every step that is done."""
-        times = zip(self.finished, self.scalars, self.batch_s, self.expert_tokens, strict=True)
-        found = enumerate(zip(times, self.updates, strict=True), self.first_step)
-        return [
-            StepDone(step, self.started, *of, *update, *self.evaluations.get(step, ({}, 0.0))) for step, (of, update) in found
-        ]
+        """Return a report for every step that is done and was not handed on."""
+        return [self._done(index) for index in range(len(self.finished))]
+
+    def _done(self, index: int) -> StepDone:
+        step = self.first_step + self.handed_on + index
+        return StepDone(
+            step, self.started, self.finished[index], self.scalars[index], self.batch_s[index], self.expert_tokens[index],
+            *self.updates[index], *self.evaluations.get(step, ({}, 0.0)),
+        )  # fmt: skip
+
+    def hand_on(self) -> None:
+        """Forget the results of steps, which the launcher has taken: a long run would fill the memory with them."""
+        self.handed_on = self.count
+        for kept in (self.finished, self.scalars, self.batch_s, self.expert_tokens, self.updates, self.evaluations):
+            kept.clear()
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """Keep the gradients that an Update is about to apply; this is a Probe."""
-        if len(self.gradients) == len(self.finished):
+        if len(self.gradients) == self.count:
             self.gradients.append({})
             self.shared_gradients.append({})
         self.gradients[-1].update(rank.gradients(buckets, scale))

@@ -10,7 +10,7 @@ from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.launch.protocol import EvaluationRequest, Request
 from piper_runtime.launch.run_options import RunOptions
-from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
+from piper_runtime.rank.code import ExportedCode, ShippedCode, custom_operators, used_code
 from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.optimizer_kinds import with_declarations
@@ -31,7 +31,7 @@ def make_requests(
     plan_blob = pickle.dumps(plan)
     measured = None if evaluation is None else evaluation.batch
     given = job.batch, with_declarations(job.make_optimizers), job.scheduler, measured
-    callables = pickle.dumps(pack(given, (job.model, job.loss)))
+    callables = pickle.dumps(pack(given, (job.model, job.loss), custom_operators(code)))
     beside = None if evaluation is None else pickle.dumps(evaluation.plan)
     out: dict[int, Request] = {}
     for role in plan.roles:

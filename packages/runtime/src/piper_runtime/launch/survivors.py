@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
+
+from filelock import FileLock
 
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.host_snapshots import SnapshotOptions
 from piper_runtime.checkpoint.rank_tensors import left_out, model_key
 from piper_runtime.checkpoint.settings import Checkpoints
 from piper_runtime.checkpoint.snapshot_files import HostSnapshot, forget_ranks, newest_snapshot, present
+from piper_runtime.checkpoint.sole_writer import LOCK, let_go
 
 PREFIX = "piper-snapshots-"
 """The beginning of the names of folders in memory; the process id of their owner follows."""
@@ -84,28 +87,29 @@ def survivors(checkpoint: Checkpoints | None, restarts: int) -> Iterator[Survivo
         yield Survivors(folder, checkpoint.snapshot)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        let_go(lock)
 
 
-def _locked_folder(home: Path) -> tuple[Path, int]:
-    """Make a folder that is locked as long as this process uses it; return the descriptor of the lock, too."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=home))
-        lock = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks, where nobody finds out that a folder was left
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():  # else another process took it for one that was left, before it was locked
-            return folder, lock
-        os.close(lock)
+def _locked_folder(home: Path) -> tuple[Path, FileLock]:
+    """Make a folder whose lock this process holds as long as it uses it."""
+    folder = home / f"{PREFIX}{os.getpid()}-{token_hex(8)}"
+    lock = _lock_of(folder)
+    with suppress(OSError):  # a file system without locks, where nobody finds out that a folder was left
+        lock.acquire()
+    folder.mkdir(mode=0o700)
+    return folder, lock
+
+
+def _lock_of(folder: Path) -> FileLock:
+    """Return the lock of a folder, a file beside it: so it is locked before it is there."""
+    return FileLock(folder.with_name(f"{folder.name}{LOCK}"))
 
 
 def _sweep(home: Path) -> None:
     """Delete the folders that runs have left which were killed together with all their workers: nobody locks them."""
-    for folder in home.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or just deleted
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(lock)
+    for folder in {path.with_name(path.name.removesuffix(LOCK)) for path in home.glob(f"{PREFIX}*")}:
+        lock = _lock_of(folder)
+        with suppress(OSError):  # in use (Timeout is an OSError), another user's, or without locks
+            lock.acquire(timeout=0)
+            shutil.rmtree(folder, ignore_errors=True)
+            let_go(lock)

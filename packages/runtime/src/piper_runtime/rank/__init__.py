@@ -5,6 +5,7 @@ May import: data, weights.
 
 from piper_runtime.rank.allocator import keep_freed_memory
 from piper_runtime.rank.code import ExportedCode, ShippedCode
+from piper_runtime.rank.code_names import Home, Import, cells, home_of, is_foreign, names_in
 from piper_runtime.rank.device import choose_device, default_kind, using
 from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.feed import upload
@@ -25,6 +26,8 @@ __all__ = [
     "BoundInstr",
     "Evaluation",
     "ExportedCode",
+    "Home",
+    "Import",
     "InitialState",
     "Job",
     "KEEPS_TO",
@@ -36,12 +39,16 @@ __all__ = [
     "ShippedCode",
     "Thunk",
     "call_batch",
+    "cells",
     "check_same_model",
     "choose_device",
     "default_kind",
     "elementwise",
+    "home_of",
+    "is_foreign",
     "keep_freed_memory",
     "materialize",
+    "names_in",
     "of_loss",
     "of_outputs",
     "optimizer_spec",

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
 from piper_ir.errors import FormatError
@@ -101,8 +102,18 @@ def raised_in_step(error: BaseException) -> str:
 
 def missing_operators(code: ExportedCode) -> set[str]:
     """Return the operators that a code store calls and this process lacks, as "namespace.name"."""
-    called = {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
-    return {f"{space}.{name}" for space, name in called if not hasattr(getattr(torch.ops, space), name)}
+    return {f"{space}.{name}" for space, name in _called(code) if not hasattr(getattr(torch.ops, space), name)}
+
+
+def custom_operators(code: ExportedCode) -> list[object]:
+    """Return the functions in Python that a code store calls through operators of `torch.library.custom_op`."""
+    found = [OPDEFS[name] for space, op in sorted(_called(code)) if (name := f"{space}::{op}") in OPDEFS]
+    return [function for op in found for function in (op._init_fn, *op._backend_fns.values())]
+
+
+def _called(code: ExportedCode) -> set[tuple[str, str]]:
+    """Return (namespace, name) of each operator that a code store calls."""
+    return {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
 
 
 class LoadedSteps:

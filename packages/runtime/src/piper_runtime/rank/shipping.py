@@ -14,8 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
+import torch
 
 from piper_ir.errors import JobError
+from piper_runtime.rank.module_state import ModuleState, module_state
 
 RECIPE_MARK = "__piper_recipe__"
 """The attribute of a module from a recipe file that holds the file's path; workers load it again by name."""
@@ -29,18 +31,25 @@ class Parcel:
         recipes: file of each marked module that they need, by module name.
         definers: modules in which the model and the loss are defined.
         body: the callables, pickled by cloudpickle.
+        state: the variables of importable modules that they read.
+        dtype: torch's default dtype.
     """
 
     recipes: dict[str, str]
     definers: tuple[str, ...]
     body: bytes
+    state: ModuleState
+    dtype: torch.dtype
 
     def open(self) -> Any:
-        """Return the callables, in another process."""
+        """Return the callables, in another process; raise JobError where they would read something else there."""
         for name, path in self.recipes.items():
             if name not in sys.modules:
                 _load_recipe(name, path)
-        return pickle.loads(self.body)
+        callables = pickle.loads(self.body)
+        torch.set_default_dtype(self.dtype)  # only now, since scripts set it behind their imports
+        self.state.check()
+        return callables
 
     def import_definers(self) -> None:
         """Run the modules that define model and loss, since they may register operators that the model's code calls."""
@@ -48,11 +57,12 @@ class Parcel:
             importlib.import_module(name)
 
 
-def pack(callables: Any, definers: Iterable[object] = ()) -> Parcel:
+def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[object] = ()) -> Parcel:
     """Return a nest of callables, packed; raise JobError when something cannot be sent.
 
     Objects of an importable module travel by name, those of a marked recipe module as that file's path, all others by
-    value. `definers` are callables that stay here, whose modules may register operators.
+    value. `definers` are callables that stay here, whose modules may register operators, and `operators` the functions of
+    those that the ranks call.
     """
     modules = dict(sys.modules)
     marked = {name: path for name, m in modules.items() if isinstance(path := getattr(m, RECIPE_MARK, None), str)}
@@ -73,7 +83,8 @@ def pack(callables: Any, definers: Iterable[object] = ()) -> Parcel:
             cloudpickle.unregister_pickle_by_value(module)
     names = {getattr(d, "__module__", None) or "" for d in definers} - {"__main__", "", *mine}
     recipes = {name: path for name, path in marked.items() if name in names or name.encode() in body}
-    return Parcel(recipes, tuple(sorted(names)), body)
+    state = module_state((callables, *operators), frozenset({*mine, *known}))
+    return Parcel(recipes, tuple(sorted(names)), body, state, torch.get_default_dtype())
 
 
 def _load_recipe(name: str, path: str) -> None:

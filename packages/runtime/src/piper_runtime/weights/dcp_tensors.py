@@ -60,6 +60,7 @@ class SavedBox:
         file: the name of the file in the checkpoint's folder.
         at: where the box begins in the file, in bytes.
         nbytes: how long it is there.
+        checksum: the CRC-32 of the box's elements; None where the checkpoint does not say it.
     """
 
     key: str
@@ -70,6 +71,7 @@ class SavedBox:
     file: str
     at: int
     nbytes: int
+    checksum: int | None = None
 
     @property
     def box(self) -> Box:
@@ -187,7 +189,7 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
         with path.open("rb") as file:
             file.seek(piece.at)
             data = io.BytesIO(file.read(piece.nbytes))
-        _check_sums(data)
+        _check_sums(data, piece.checksum)
         found = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as e:
         raise JobError(f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint") from None
@@ -199,12 +201,17 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
     return found
 
 
-def _check_sums(data: io.BytesIO) -> None:
-    """Raise ValueError where bytes that torch.save wrote have changed: torch.load does not look at their checksums."""
+def _check_sums(data: io.BytesIO, expected: int | None) -> None:
+    """Raise ValueError where bytes that torch.save wrote have changed, or are those of another checkpoint.
+
+    torch.load does not look at checksums.
+    """
     if is_zipfile(data):
         with ZipFile(data) as archive:
             if (changed := archive.testzip()) is not None:
                 raise ValueError(f"the checksum of {changed} is another one")
+            if expected not in (None, *(record.CRC for record in archive.infolist() if record.filename.endswith("/data/0"))):
+                raise ValueError("the file is of another step, rank or run than complete.json; copy the whole folder again")
     data.seek(0)
 
 
@@ -259,6 +266,11 @@ def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
     for key, tensor in found.items():
         if problem := unreadable(tensor, sizes):
             raise FormatError(f"{folder}: the metadata {problem} for {key}; take another checkpoint")
+    return weights_in(folder, found)
+
+
+def weights_in(folder: Path, found: Mapping[str, SavedTensor]) -> dict[str, DcpTensor]:
+    """Return the weights among the tensors of a DCP by name, as `dcp_tensors` does."""
     named = {key.removeprefix(WEIGHTS): DcpTensor(str(folder), t) for key, t in found.items() if key.startswith(WEIGHTS)}
     return named or {key: DcpTensor(str(folder), t) for key, t in found.items()}
 

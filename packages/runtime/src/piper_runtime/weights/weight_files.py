@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from piper_ir.errors import JobError
-from piper_runtime.weights.dcp_tensors import DCP_METADATA, dcp_tensors
+from piper_runtime.weights.dcp_tensors import DCP_METADATA, dcp_tensors, weights_in
+from piper_runtime.weights.marker import MARKER, marked_tensors
 from piper_runtime.weights.renaming import FileTensor
 from piper_runtime.weights.safetensors_file import StoredTensor, read_header
 
@@ -35,7 +36,7 @@ def stored_tensors(path: Path) -> Mapping[str, FileTensor]:
     if not path.is_dir():
         return read_header(path)
     if (path / DCP_METADATA).is_file():
-        return dcp_tensors(path)
+        return weights_in(path, marked_tensors(path)[1]) if (path / MARKER).is_file() else dcp_tensors(path)
     if (path / INDEX).is_file():
         return _indexed(path)
     if (path / WHOLE).is_file():
