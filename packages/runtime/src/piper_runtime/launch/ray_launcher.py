@@ -57,6 +57,7 @@ class _Team:
     hearts: dict[str, memoryview] = field(default_factory=dict)
     calls: dict[Any, int] = field(default_factory=dict)
     looks: dict[Any, int] = field(default_factory=dict)
+    looked: dict[int, float] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
     look_at: float = 0.0
     ray_at: float = 0.0
@@ -84,6 +85,7 @@ class _Team:
             self.look_at = time.monotonic() + TICK_S
             for rank in set(ranks) - set(self.looks.values()):
                 self.looks[self.actors[rank].look.remote()] = rank
+                self.looked[rank] = time.monotonic()
         calls = [call for call, rank in self.calls.items() if rank in ranks]
         self.ray.wait([*calls, *self.looks], num_returns=1, timeout=seconds)
         # Looks first: what a rank said before its answer comes before it.
@@ -153,6 +155,10 @@ class _Team:
 
     def node(self, rank: int) -> str:
         return f"node {self.places[rank].name}"
+
+    def silent(self, seconds: float) -> list[int]:
+        before = time.monotonic() - seconds
+        return [r for r in self.looks.values() if self.looked.get(r, before) < before and not self.places[r].here]
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
         """Return the answers of starting actors; raise ExecutionError with the rank of one that does not answer."""
