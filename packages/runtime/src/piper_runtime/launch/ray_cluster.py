@@ -108,8 +108,7 @@ def import_ray(wording: RayWording = LAUNCHER) -> Any:
         import ray
     except ImportError as e:
         raise ExecutionError(
-            f'{wording.what} needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
-            f"{wording.instead}"
+            f'{wording.what} needs Ray, which cannot be imported here ({e}); pip install "ray>=2.60", or use {wording.instead}'
         ) from None
     return ray
 
