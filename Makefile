@@ -4,8 +4,7 @@ VENV := .venv
 SOURCES := src:packages/ir/src:packages/ops/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
-PACKAGES := $(wildcard packages/*/pyproject.toml)
-MANIFESTS := constraints.txt pyproject.toml VERSION $(PACKAGES)
+MANIFESTS := constraints.txt pyproject.toml VERSION
 INSTALLED := $(VENV)/.installed
 
 # What `make run` does; `make run RUN="... another command"` replaces it. With --no-kill at its end no worker is killed.
@@ -64,7 +63,7 @@ zoo: $(INSTALLED) ## train public models on two stages beside plain PyTorch: the
 	PYTHONPATH=. $(PY) -m tests.zoo.run $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist packages/*/build
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
 
@@ -86,12 +85,12 @@ $(VENV)/.created:
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@touch $@
 
-# torch first and alone, so that nothing else chooses its build; then the build backend, which the editable packages need because
-# build isolation would fetch it seven times; then the packages with what they require.
+# torch first and alone, so that nothing else chooses its build; then the build backend in the version of constraints.txt, which
+# build isolation would not take; then Piper with what it requires.
 $(INSTALLED): $(VENV)/.created $(MANIFESTS)
 	@echo "installing torch (a large download when it is not there yet)"
 	@$(PIP) torch==2.13.0 || $(PIP_FAILED)
-	@echo "installing Piper's packages and the development tools"
+	@echo "installing Piper and the development tools"
 	@$(PIP) setuptools || $(PIP_FAILED)
-	@$(PIP) --no-build-isolation -e '.[dev]' $(PACKAGES:%/pyproject.toml=-e %) || $(PIP_FAILED)
+	@$(PIP) --no-build-isolation -e '.[dev]' || $(PIP_FAILED)
 	@echo "$(CURDIR)" > $@

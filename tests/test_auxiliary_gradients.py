@@ -121,9 +121,7 @@ def whole_batch(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) 
         x, y = batch(step, range(ROWS))
         made = loss(model(x), y)
         total, weight = made if isinstance(made, tuple) else (made, 1.0)
-        total.backward()
-        for p in model.parameters():
-            p.grad /= weight
+        (total / weight).backward()
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 

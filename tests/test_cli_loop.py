@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,28 @@ def test_show_prints_plan_and_graph(space: Path) -> None:
     fails(piper("show", space, "--plan", "--graph"), "one of them")
 
 
-def test_doctor_says_what_is_there() -> None:
+def test_doctor_says_who_else_owns_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> dict[str, str]:
+        return next(f for f in json.loads(piper("doctor", "--json").stdout) if f["name"] == "names")
+
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert names()["state"] == "ok"
+    other = tmp_path / "bin" / "piper"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(other.parent))
+    assert names()["state"] == "missing" and f"the command piper on PATH is {other}, not of this Python" in names()["text"]
+    info = tmp_path / "piper_tts-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: piper-tts\nVersion: 1.0\n")
+    (info / "RECORD").write_text("piper/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert names()["state"] == "missing" and "pip uninstall piper-tts, then install piper-training again" in names()["text"]
+
+
+def test_doctor_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     result = piper("doctor")
     assert result.exit_code == 0, result.output
     assert "gloo" in result.stdout and "nothing is missing" in result.stdout

@@ -54,3 +54,22 @@ def test_a_request_to_end_unwinds_and_says_so(tmp_path: Path) -> None:
     assert ran(unwind, tmp_path, "")[0] == -15, "the control: nothing is unwound"
     ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN); hear()"
     assert ran(f"{terminate}; print('went on')", tmp_path, ignored) == (0, "went on\n", "")
+
+
+def test_a_main_thread_in_native_code_is_ended_all_the_same(tmp_path: Path) -> None:
+    """pthread_mutex_lock, unlike sleep, goes on waiting after a signal, as reads of torch's store do."""
+    held = (
+        "import ctypes, threading, piper.cli.interrupts as interrupts\ninterrupts.END_S = 0.2\nlib = ctypes.CDLL(None)\n"
+        "lock = ctypes.create_string_buffer(64)\nlib.pthread_mutex_lock(lock)\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\nlib.pthread_mutex_lock(lock)\nprint('went on')\n"
+    )
+    assert ran(held, tmp_path, "hear()")[:2] == (143, "")
+
+
+def test_the_end_of_a_child_is_not_the_end_of_its_parent(tmp_path: Path) -> None:
+    forked = (
+        "import piper.cli.interrupts as interrupts\ninterrupts.END_S = 0.2\nchild = os.fork()\n"
+        "if not child:\n    time.sleep(30)\ntime.sleep(0.2)\n"
+        "os.kill(child, signal.SIGTERM)\nos.waitpid(child, 0)\ntime.sleep(1)\nprint('went on')\n"
+    )
+    assert ran(forked, tmp_path, "hear()")[:2] == (0, "went on\n")

@@ -32,10 +32,6 @@ class Layer:
     within: tuple[str, frozenset[str]] = ("", frozenset())
     """A folder of the package ("capture/"), or the name of a module in any of its folders, and what may be imported there too."""
 
-    @property
-    def manifest(self) -> Path:
-        return next(d for d in self.source.parents if (d / "pyproject.toml").is_file()) / "pyproject.toml"
-
     def allowed(self, inner: Path) -> frozenset[str]:
         """Return what a module may import, given by its path inside of the package."""
         place, more = self.within
@@ -288,31 +284,41 @@ def test_negative_control_an_allowed_import_is_not_reported(source: str, path: s
     assert violations(module, "piper_compiler", rules) == []
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_package_declares_what_it_imports(name: str) -> None:
-    """Otherwise it works only because another package brought the dependency along."""
-    rules = LAYERS[name]
+MANIFEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_distribution_declares_what_its_packages_import() -> None:
+    """No more and no less: otherwise it works only because another requirement brought one along."""
     imported = {
-        i.module.partition(".")[0] for path in modules(rules) for i in imports(ast.parse(path.read_text(encoding="utf-8")))
+        i.module.partition(".")[0]
+        for rules in LAYERS.values()
+        for path in modules(rules)
+        for i in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
-    project = tomllib.loads(rules.manifest.read_text(encoding="utf-8"))["project"]
-    extras = [r for extra, found in project.get("optional-dependencies", {}).items() if extra != "dev" for r in found]
-    declared = {re.split(r"[>\[]", r)[0].replace("-", "_") for r in (*project["dependencies"], *extras)}
-    assert imported - STDLIB - {name} <= declared <= rules.everywhere | rules.within[1]
+    named = {re.split(r"[>\[]", r)[0].replace("-", "_") for r in MANIFEST["project"]["dependencies"]}
+    table = {name for rules in LAYERS.values() for name in rules.everywhere | rules.within[1]}
+    assert imported - STDLIB - set(LAYERS) == named == table - STDLIB - set(LAYERS)
+    assert not [name for name in named if name.startswith("piper")], "a name of ours on an index is anybody's"
+
+
+def test_the_distribution_has_every_package_and_no_links() -> None:
+    where = {ROOT / folder for folder in MANIFEST["tool"]["setuptools"]["packages"]["find"]["where"]}
+    assert where == {rules.source.parent for rules in LAYERS.values()}
+    assert all((rules.source / "py.typed").is_file() for rules in LAYERS.values())
+    tracked = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert tracked and not [line for line in tracked.splitlines() if line.startswith("120000")], "links are copied or lost"
 
 
 def test_there_is_one_version() -> None:
-    for rules in LAYERS.values():
-        manifest = tomllib.loads(rules.manifest.read_text(encoding="utf-8"))
-        assert manifest["project"]["dynamic"] == ["version"], rules.manifest
-        assert manifest["tool"]["setuptools"]["dynamic"]["version"] == {"file": "VERSION"}, rules.manifest
-        assert (rules.manifest.parent / "VERSION").resolve() == ROOT / "VERSION"
+    assert MANIFEST["project"]["dynamic"] == ["version"]
+    assert MANIFEST["tool"]["setuptools"]["dynamic"]["version"] == {"file": "VERSION"}
+    assert list(ROOT.glob("packages/*/pyproject.toml")) == [], "one distribution"
 
 
 def test_the_package_says_the_version_that_was_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import piper
 
-    name = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    name = MANIFEST["project"]["name"]
     monkeypatch.setattr(piper, "version", {name: "1.2.3"}.__getitem__)
     assert piper.__version__ == "1.2.3"
 
@@ -334,7 +340,7 @@ def test_importing_piper_is_lazy() -> None:
 
 
 def test_help_of_the_command_is_lazy() -> None:
-    entry = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]["piper"]
+    entry = MANIFEST["project"]["scripts"]["piper"]
     module, _, function = entry.partition(":")
     call = f"sys.argv = ['piper', '--help']; from {module} import {function}; sys.exit({function}())"
     assert not loaded_after(call) & HEAVY

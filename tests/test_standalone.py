@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from piper_ir import codec
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = ("ir", "simulator")
-ABSENT = ("torch", "ray", "pandas", "numpy", "piper", "piper_ops", "piper_compiler", "piper_runtime")
+ABSENT = ("torch", "ray", "pandas", "numpy")
+OTHERS = ("piper", "piper_ops", "piper_compiler", "piper_runtime")
 
 # Run by an interpreter that sees nothing but its own arguments: argv[1] is the saved plan, argv[2:] extend the module path.
-SCRIPT = f"""
+SCRIPT = """
 import importlib.util, json, sys
 sys.path[:0] = sys.argv[2:]
-found = [name for name in {ABSENT!r} if importlib.util.find_spec(name)]
+found = [name for name in {absent!r} if importlib.util.find_spec(name)]
 assert not found, f"the environment is not empty: {{found}}"
 from piper_ir import codec
 from piper_ir.plan import Plan
@@ -44,9 +46,11 @@ def saved_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_alone(python: str, flags: Sequence[str], plan: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
+def run_alone(
+    python: str, flags: Sequence[str], plan: Path, *paths: Path, absent: Sequence[str] = (*ABSENT, *OTHERS)
+) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    command = [python, *flags, "-c", SCRIPT, str(plan), *map(str, paths)]
+    command = [python, *flags, "-c", SCRIPT.format(absent=absent), str(plan), *map(str, paths)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=plan.parent, env=env)
 
 
@@ -81,15 +85,27 @@ def test_negative_control_the_environment_is_really_empty(saved_plan: Path, only
 
 
 @pytest.mark.long
-def test_ir_and_simulator_install_alone(saved_plan: Path, tmp_path: Path) -> None:
-    """As a user gets them: wheels of the two packages in a new environment, and nothing else but what they require."""
-    packages = [shutil.copytree(ROOT / "packages" / name, tmp_path / name) for name in ALONE]  # a build leaves files in its tree
+def test_the_wheel_has_everything_and_simulates_without_torch(saved_plan: Path, tmp_path: Path) -> None:
+    """As a user gets it: one wheel in a new environment, with simpy and the command's two libraries beside it."""
+    tracked = subprocess.run(["git", "ls-files", "-z", "src", "packages"], cwd=ROOT, capture_output=True, text=True, check=True)
+    sources = [name for name in tracked.stdout.split("\0") if "/tests/" not in name and (ROOT / name).is_file()]
+    for name in (*sources, "pyproject.toml", "VERSION", "LICENSE", "README.md"):  # a build leaves files in its tree
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "tree" / name)
     pip = ("-m", "pip", "--disable-pip-version-check", "-q")
-    wheels = tmp_path / "wheels"
-    build = [sys.executable, *pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), *map(str, packages)]
+    build = [sys.executable, *pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "tree")]
     subprocess.run(build, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("piper_training-*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        packed = set(file.namelist())
+    assert {name.partition("src/")[2] for name in sources if name.partition("src/")[2]} <= packed
     venv.create(tmp_path / "venv", with_pip=True)
     python = str(tmp_path / "venv" / "bin" / "python")
-    install = [python, *pip, "install", "-c", str(ROOT / "constraints.txt"), *map(str, sorted(wheels.glob("*.whl")))]
-    subprocess.run(install, check=True, timeout=300)
-    check_simulated(run_alone(python, ("-I",), saved_plan))
+    subprocess.run([python, *pip, "install", "--no-deps", str(wheel)], check=True, timeout=300)
+    subprocess.run(
+        [python, *pip, "install", "-c", str(ROOT / "constraints.txt"), "simpy", "typer", "rich"], check=True, timeout=300
+    )
+    check_simulated(run_alone(python, ("-I",), saved_plan, absent=ABSENT))
+    command = [str(tmp_path / "venv" / "bin" / "piper"), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]}, cwd=tmp_path)
+    assert said.stdout == f"piper {(ROOT / 'VERSION').read_text().strip()}\n", said.stderr

@@ -243,15 +243,21 @@ def test_devices_are_lost_with_their_ranks() -> None:
         asked.append(devices)
         return smaller, CODE
 
-    recovery, infinite = policy(replan=replan, devices=4), float("inf")
+    recovery, infinite = policy(replan=replan, devices=4), lambda: float("inf")
     assert recovery.replanned(RankError("", (0, 1)), plan, CODE, infinite)[0] is plan, "two of four are left, for two ranks"
     assert recovery.replanned(RAISED, plan, CODE, infinite)[0] is plan, "nobody died"
     assert recovery.replanned(KILLED, plan, CODE, infinite)[0] is smaller and asked == [1]
     with pytest.raises(RankError, match=r"On 0 devices the run cannot go on: no device is left"):
         recovery.replanned(KILLED, smaller, CODE, infinite)
     cramped = policy(replan=replan, devices=4)
-    assert cramped.replanned(KILLED, plan, CODE, 1.0)[0] is smaller, "the cluster has room for one rank only"
-    assert policy(devices=2).replanned(KILLED, plan, CODE, 1.0)[0] is plan, "on_loss='restart': the device is taken to be there"
+    assert cramped.replanned(KILLED, plan, CODE, lambda: 1.0)[0] is smaller, "the cluster has room for one rank only"
+    crowded = policy(replan=replan, devices=8)
+    assert crowded.replanned(NO_ROOM, plan, CODE, lambda: 2.0)[0] is plan, "Ray knows its room, and none is taken off for a guess"
+    guessed = policy(replan=replan, devices=2)
+    assert guessed.replanned(NO_ROOM, plan, CODE, infinite)[0] is smaller, "nobody knows: one fewer is tried"
+    assert policy(devices=2).replanned(KILLED, plan, CODE, lambda: 1.0)[0] is plan, (
+        "on_loss='restart': the device is taken to be there"
+    )
 
 
 def test_torchrun_starts_ranks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

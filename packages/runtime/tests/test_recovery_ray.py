@@ -21,8 +21,9 @@ from piper_ir.errors import PiperWarning
 from piper_runtime import Checkpoints, execute
 from piper_runtime.launch import ray_placement
 from piper_runtime.launch.ray_launcher import RayPool
-from piper_runtime.launch.ray_placement import RankHost, SpareRoom, ranks_that_fit
+from piper_runtime.launch.ray_placement import RankHost, SpareRoom, await_room, free_ranks
 from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
+from piper_runtime.rank import device
 
 
 def killed_in(step: int, folder: Path) -> Callable[[int, range], Any]:
@@ -42,13 +43,60 @@ def killed_in(step: int, folder: Path) -> Callable[[int, range], Any]:
     return killing
 
 
-def nodes(**alive: dict[str, float]) -> list[dict[str, Any]]:
-    return [{"NodeID": name, "Alive": bool(has), "Resources": has} for name, has in alive.items()]
+class Cluster:
+    """What Ray knows of its nodes: the free CPUs and GPUs of each, as they are at one look after another."""
+
+    def __init__(self, *looks: dict[str, dict[str, float]]) -> None:
+        self.looks = list(looks)
+        self._private = SimpleNamespace(state=self)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        now = self.looks[0]
+        return [{"NodeID": n, "Alive": n in now, "NodeManagerAddress": n, "NodeManagerPort": 1} for n in "abc"]
+
+    def available_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
 
-def test_room_is_counted_in_whole_ranks_of_living_nodes() -> None:
-    ray = SimpleNamespace(nodes=lambda: nodes(a={"CPU": 3.5, "GPU": 2.0}, b={"CPU": 2.0}, c={}))
-    assert ranks_that_fit(ray, 0) == 5 and ranks_that_fit(ray, 1) == 2
+def test_room_is_counted_in_whole_ranks_that_living_nodes_have_free() -> None:
+    ray = Cluster({"a": {"CPU": 3.5, "GPU": 2.0}, "b": {"CPU": 2.0}})
+    assert free_ranks(ray, 0) == 5 and free_ranks(ray, 1) == 2
+
+
+def test_room_is_what_is_free_when_killed_actors_have_given_theirs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_placement, "PLACE_S", 0.5)
+    monkeypatch.setattr(ray_placement, "LOOK_S", 0.01)
+    answers: Any = lambda host, port: None  # noqa: E731
+    late = Cluster({"a": {}, "b": {"CPU": 2.0}}, {"a": {}, "b": {"CPU": 2.0}}, {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}})
+    assert await_room(late, 4, 0, answers) == 4
+    assert await_room(Cluster({"a": {"CPU": 3.0}}), 4, 0, answers) == 3, "others have the rest"
+    room = SpareRoom(1)
+    room._group, room._hosts = "kept", [RankHost(b, node, node, node, False) for b, node in enumerate("abb")]
+    assert await_room(Cluster({"b": {"CPU": 1.0}}), 4, 0, answers, room) == 3, "two bundles of the group and one beside it"
+
+
+def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_placement, "LOOK_S", 0.01)
+    both = {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}}
+    ray, looks = Cluster(both), iter(range(5))
+
+    def nodes() -> list[dict[str, Any]]:
+        if next(looks, None) is None:
+            ray.looks = [{"a": {"CPU": 2.0}}]
+        return Cluster.nodes(ray)
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    assert await_room(ray, 2, 0, lambda host, port: "no route" if host == "b" else None) == 2
+    assert next(looks, None) is None, "without the wait it would count as room for four, and take ranks"
+
+
+def test_a_pool_whose_ranks_had_devices_looks_for_room_with_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "default", "cuda")
+    pool = RayPool(4)
+    gpus = iter((4.0, 2.0))
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 64.0, "GPU": next(gpus)})
+    assert pool._gpus_per_rank(ray) == 1
+    assert pool._gpus_per_rank(ray) == 1, "a node was lost with two of them: 62 CPUs are no room for four ranks"
 
 
 def test_a_spare_bundle_takes_the_place_of_one_whose_rank_died(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,35 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_microbatch() -> None:
         run(plan, job)
 
 
+def test_the_advice_for_what_is_not_finite_is_no_setting_that_is_there() -> None:
+    def poison(step: int, rows: range) -> Any:
+        x, y = batch(step, rows)
+        return x * float("nan"), y
+
+    plan, job = chain(pp=1, batch=poison, clip_norm=0.5)
+    with pytest.raises(NonFiniteLossError) as found:
+        run(plan, job)
+    assert "gradients are clipped already (Job(clip_norm=0.5))" in str(found.value) and "clip gradients" not in str(found.value)
+
+
+def test_a_batch_of_another_shape_is_told_the_ways_out() -> None:
+    def short(step: int, rows: range) -> Any:
+        x, y = batch(step, rows)
+        return (x[:1], y[:1]) if step == 1 else (x, y)
+
+    def narrow(step: int, rows: range) -> Any:
+        x, y = batch(step, rows)
+        return (x[:, :2], y) if step == 1 else (x, y)
+
+    for wrong, way in (
+        (short, "a last batch of fewer rows is left out, or filled up"),
+        (narrow, "compile a plan for each length"),
+    ):
+        plan, job = chain(pp=1, batch=wrong)
+        with pytest.raises(JobError, match=rf"the plan was made for \(2, .*{way}"):
+            run(plan, job)
+
+
 def test_a_batch_whose_weights_are_all_zero_is_refused() -> None:
     def masked_out(step: int, rows: range) -> Any:
         x, t = batch(step, rows)

@@ -262,5 +262,5 @@ def test_addresses_that_are_not_ray_are_refused_in_seconds(monkeypatch: pytest.M
 def test_without_ray_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     plan, job = chain(pp=2)
-    with pytest.raises(ExecutionError, match=r'pip install "piper-runtime\[ray\]", or use launcher="processes"'):
+    with pytest.raises(ExecutionError, match=r'pip install "ray>=2\.60", or use launcher="processes"'):
         run(plan, job, launcher="ray")

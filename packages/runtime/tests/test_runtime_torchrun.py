@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
-from piper_ir.errors import ExecutionError, JobError
+from piper_ir.errors import ExecutionError, HangError, JobError, RankError
 from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch import torchrun
 from piper_runtime.launch.command_lines import launch_sections, launch_text
+from piper_runtime.launch.mail import Mail, Patient
+from piper_runtime.launch.protocol import Failure
 from piper_runtime.transport.gloo import GlooCommunicators
 
 FILE = """
@@ -246,3 +250,59 @@ def test_the_lines_are_lines_of_a_shell_and_torchrun_knows_its_options() -> None
         options = known.parse_args(words[words.index("torchrun") + 1 :])
         assert options.module and options.training_script == "piper" and options.training_script_args[:2] == ["run", "f.py"]
     assert len(lines) == 3 and os.environ.get("RANK") is None
+
+
+STORE = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process with a store, and its port."""
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+def test_a_store_that_stops_or_ends_is_given_up(served: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = served
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    mail = Mail(store, 0, Patient("piper store"), "the store at HOST", patience_s=0.5)
+    mail.put("plan", b"x")
+    assert mail.get("plan") == b"x" and mail.tell(1, [], b"") == (None, None)
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(HangError, match=r"^the store at HOST does not answer: that machine has ended.*\(waited 0\.5 s\)$"):
+        mail.get("plan")
+    mail.last_word(b"", [1])
+    process.kill()
+    with pytest.raises(ExecutionError, match=r"^the store at HOST has closed the connection: the process there"):
+        Mail(store, 0, Patient("piper store"), "the store at HOST", patience_s=30.0).get("plan")
+
+
+def test_one_rank_says_what_all_have_to_say(ranked: pytest.MonkeyPatch, served: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = served
+    ranked.setenv("MASTER_PORT", str(port))
+    assert torchrun.is_first_to_say("without the store of torchrun") and torchrun.is_first_to_say("without the store of torchrun")
+    ranked.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    said = [torchrun.is_first_to_say(text) for text in ("no such file", "no such file", "another")]
+    assert said == [True, False, True]
+    process.send_signal(signal.SIGSTOP)
+    ranked.setattr(torchrun, "LAST_WORDS_S", 0.3)
+    assert torchrun.is_first_to_say("no such file"), "nobody is left to ask"
+
+
+def test_other_ranks_repeat_the_beginning_of_rank_zeros_error() -> None:
+    short = torchrun._ended_by_first(Failure("HangError", "no rank made progress", "", False), ["a (10.0.0.1)", "b (10.0.0.2)"])
+    long = torchrun._ended_by_first(Failure("RankError", "rank 3 " * 100, "", False), ["a (10.0.0.1)", "b (10.0.0.2)"])
+    assert type(short) is HangError and str(short) == "no rank made progress" and short.told_by_another
+    assert (
+        type(long) is RankError
+        and str(long).endswith(" ... (rank 0 on node a (10.0.0.1) says the rest)")
+        and len(str(long)) < 300
+    )

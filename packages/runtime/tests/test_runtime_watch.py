@@ -105,6 +105,7 @@ class Dummies:
 
     says: list[tuple[int, Any]]
     hearts: dict[int, list[int]]
+    unheard: tuple[int, ...] = ()
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         said, self.says = self.says, []
@@ -118,6 +119,9 @@ class Dummies:
 
     def node(self, rank: int) -> str:
         return f"node n{rank}"
+
+    def silent(self, seconds: float) -> Collection[int]:
+        return self.unheard
 
 
 def heart(step: int = 0, issued: int = 0, phase: int = RUNNING, *streams: int) -> list[int]:
@@ -139,6 +143,16 @@ def test_the_rank_that_is_gone_is_blamed_before_its_victims() -> None:
     cause = Failure("NonFiniteLossError", "the loss is nan", "", False)
     with pytest.raises(NonFiniteLossError, match=r"^the loss is nan \(rank 1 on node n1\)$"):
         watch([(0, victim), (1, cause)], heart(), heart()).collect(progress())
+
+
+def test_a_machine_that_has_fallen_silent_is_named_first() -> None:
+    lost = watch([], heart(), heart(2, 3))
+    assert isinstance(lost.team, Dummies)
+    lost.team.unheard = (1,)
+    with pytest.raises(
+        HangError, match=r"\(timeout_s\); node n1 with rank 1 is not heard from any more: it has ended, or .*; rank 0"
+    ):
+        lost.collect(progress())
 
 
 def test_a_cause_that_comes_late_is_blamed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

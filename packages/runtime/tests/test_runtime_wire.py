@@ -19,7 +19,9 @@ from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
+from piper_runtime.launch import mail as mailing
 from piper_runtime.launch import torchrun, wire
+from piper_runtime.launch.mail import Mail, Patient
 from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.report import RankReport, StepDone
 from piper_runtime.launch.timed_rank import EmulationReport
@@ -101,10 +103,10 @@ def test_a_pickle_is_no_message_and_runs_nothing(how: str, tmp_path: Path) -> No
     file = io.BytesIO()
     torch.save([Evil(mark)], file)
     data = {"alone": blob, "as tensors": framed("null", blob), "in a file of torch": framed("null", file.getvalue())}[how]
-    mail = torchrun._Mail(dist.HashStore(), 0)
+    mail = Mail(dist.HashStore(), 0, Patient("store"), "the store", 10.0)
     mail.store.set("0/1/0", data)
     with pytest.raises(ExecutionError, match=r"not one of Piper's .*does nobody else reach MASTER_PORT"):
-        mail.collect(1)
+        mail.visit([1], [])
     assert not mark.exists()
     pickle.loads(blob)
     assert mark.exists(), "the control: read as a pickle it does run"
@@ -126,5 +128,7 @@ def test_other_objects_are_not_sent() -> None:
 
 
 def test_ranks_of_torchrun_read_no_pickles() -> None:
-    tree = ast.parse(inspect.getsource(torchrun))
-    assert not [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and "pickle" in ast.dump(n)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (torchrun, mailing)]
+    assert not [
+        n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and "pickle" in ast.dump(n)
+    ]

@@ -139,8 +139,8 @@ def _check_tuner() -> None:
         import_module("piper_autotune")
     except ImportError as e:
         raise MissingPackageError(
-            f'on_loss="replan" searches the function of a trial with the tuner, which cannot be imported ({e}); install it with '
-            "`pip install piper-autotune`, or give a list of strategies"
+            f'on_loss="replan" searches the function of a trial with the tuner, which cannot be imported ({e}); install what is '
+            "missing (`pip install optuna`), or give a list of strategies"
         ) from e
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from pathlib import Path
 
 from piper_ir.tools import usable_cores
 
+DISTRIBUTION = "piper-training"
 LIBRARIES = {
     "simpy": "simulation",
     "optuna": "piper tune",
@@ -40,13 +42,33 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Examine this machine, which takes a second or two, since torch is imported."""
-    return [_python(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
+    return [_python(), _names(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
 
 
 def _python() -> Finding:
     good = sys.version_info >= (3, 11)
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return Finding("python", "ok" if good else "missing", text if good else f"{text}; 3.11 or newer is needed")
+
+
+def _names() -> Finding:
+    """Find other distributions with the import name or the command `piper`: the one installed last wins, file by file."""
+    others = set(packages_distributions().get("piper", ())) | {
+        script.dist.name for script in entry_points(group="console_scripts", name="piper") if script.dist is not None
+    }
+    if others := others - {DISTRIBUTION}:
+        listed = " ".join(sorted(others))
+        return Finding(
+            "names", "missing", f"{listed} has the import name or the command piper, too: pip uninstall {listed}, then install "
+            f"{DISTRIBUTION} again"
+        )  # fmt: skip
+    found, ours = shutil.which("piper"), Path(sys.executable).with_name("piper")
+    if found is not None and not (ours.exists() and ours.samefile(found)):
+        return Finding(
+            "names", "missing", f"the command piper on PATH is {found}, not of this Python ({sys.executable}): activate its "
+            "environment, or use python -m piper"
+        )  # fmt: skip
+    return Finding("names", "ok", "the import name piper and the command are Piper's alone")
 
 
 def _cores() -> Finding:

@@ -1,4 +1,4 @@
-"""Keep Ctrl-C from being lost.
+"""Keep Ctrl-C from being lost, and end in time when a batch system asks for it.
 
 Python reports it by an exception wherever the program happens to be, and some places drop exceptions: importing torch
 (which asks whether NumPy exists, and takes any exception for a no), finalizers, callbacks. The command would go on as
@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from threading import Timer, main_thread
+import threading
+import time
+from threading import Thread, Timer, main_thread
 from types import FrameType
 from typing import Any
 
@@ -22,25 +24,37 @@ AGAIN_S = 0.05
 """The seconds until an interrupt that was dropped is raised again."""
 
 
+END_S = 5.0
+"""The seconds that a command may take to end in order after SIGTERM; batch systems kill after 10 to 30."""
+IN_NATIVE_CODE = ("piper rank", "piper store")
+"""The names of threads that may wait in native code for a peer that is gone (`piper_runtime.launch.torchrun`)."""
+
+
 def hear() -> None:
     """Handle signals in the main thread of a command; signals that are ignored, as in a shell's background, stay so."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
+        _end_in_time()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
         sys.unraisablehook = _dropped
 
 
 def leave(code: int = INTERRUPTED) -> None:
-    """End at once after an interrupt, when workers and Ray are ended.
+    """End at once where native threads could crash an interpreter that is taken down; then all else is ended.
 
-    Ray's native threads may crash an interpreter whose raylet the same interrupt has ended, and the shell would report
-    a segmentation fault.
+    Those of Ray may, whose raylet the same interrupt has ended, and the thread of a rank under torchrun, which wakes up
+    when its peers are gone. The shell would report a segmentation fault or SIGABRT.
     """
-    if "ray" in sys.modules:
+    if "ray" in sys.modules or left_in_native_code():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def left_in_native_code() -> bool:
+    """Return whether a rank's thread is still in a run that has ended without it."""
+    return any(thread.name in IN_NATIVE_CODE for thread in threading.enumerate())
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -52,10 +66,31 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     """End as after an interrupt: workers and Ray are ended on the way out."""
-    os.write(2, b"piper: ended by SIGTERM\n")
+    if os.environ.get("RANK", "0") == "0":  # torchrun ends all ranks at once, and one line is enough
+        os.write(2, b"piper: ended by SIGTERM\n")
     if _importing("torch"):
         os._exit(TERMINATED)
     raise SystemExit(TERMINATED)
+
+
+def _end_in_time() -> None:
+    """Start a thread that ends this process some seconds after SIGTERM, where the main thread does not.
+
+    Python runs handlers between two of its instructions only, so a main thread that waits in native code never hears.
+    The byte in this pipe is written by the system's handler.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not ours
+
+    def listen() -> None:
+        while received := os.read(reading, 1):
+            if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _terminated:
+                time.sleep(END_S)
+                os._exit(TERMINATED)
+
+    Thread(target=listen, name="piper end", daemon=True).start()
 
 
 def _importing(name: str) -> bool:

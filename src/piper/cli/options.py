@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -356,6 +357,15 @@ def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
         yield
 
 
+def _to_be_said(message: str) -> bool:
+    """Return whether this process is the one to print an error, which all ranks may have under torchrun."""
+    if "RANK" not in os.environ:  # importing the runtime takes seconds
+        return True
+    from piper_runtime.launch import is_first_to_say
+
+    return is_first_to_say(message)
+
+
 @contextmanager
 def user_errors(options: Container[str] | None = None) -> Iterator[None]:
     """Print a PiperError as one message on stderr and exit with 2, since nobody wants a traceback for a typing mistake.
@@ -366,7 +376,8 @@ def user_errors(options: Container[str] | None = None) -> Iterator[None]:
         with shown_on_terminal(), plain_warnings(options):
             yield
     except PiperError as e:
-        print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
+        if not e.told_by_another and _to_be_said(str(e)):
+            print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("piper: interrupted", file=sys.stderr)

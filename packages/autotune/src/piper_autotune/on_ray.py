@@ -13,6 +13,7 @@ from piper_autotune.problem import Programs, TuningProblem, Variants, packed, pa
 from piper_autotune.scoring import Needs, Refused, Scored, score
 from piper_compiler import Strategy
 from piper_ir.errors import TuneError
+from piper_ir.tools import ray_reason
 
 _KNOWN: dict[bytes, TuningProblem] = {}
 _LOCK = threading.Lock()
@@ -66,7 +67,7 @@ class OnRay:
                 self._ray.cancel(ref, force=True)
                 return Refused("hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended")
             except errors.RayError as e:
-                return Refused("crash", f"its Ray worker failed: {str(e).strip().splitlines()[0]}")
+                return Refused("crash", f"its Ray worker failed: {ray_reason(e)}")
             if not isinstance(found, Needs):
                 outcome: Outcome = found
                 return outcome

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 
 class PiperError(Exception):
-    """Stand for every error that Piper raises on purpose; the command line turns it into exit code 2."""
+    """Stand for every error that Piper raises on purpose; the command line turns it into exit code 2.
+
+    `told_by_another` is True where another process of the same run says it in full, so that this one need not.
+    """
+
+    told_by_another: bool = False
 
 
 class CaptureError(PiperError, ValueError):

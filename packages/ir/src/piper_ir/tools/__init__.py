@@ -12,6 +12,7 @@ from piper_ir.tools.interpolate import REACH, Points, log_log, within
 from piper_ir.tools.machine import machine_name, usable_cores
 from piper_ir.tools.progress import clear_line, shown_on_terminal, working
 from piper_ir.tools.ranges import named_ranks, ranks_text
+from piper_ir.tools.ray_reason import ray_reason
 from piper_ir.tools.units import flops_text, size_text, time_text
 from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
 
@@ -28,6 +29,7 @@ __all__ = [
     "named_ranks",
     "no_garbage_collection",
     "ranks_text",
+    "ray_reason",
     "shown_on_terminal",
     "size_text",
     "time_text",

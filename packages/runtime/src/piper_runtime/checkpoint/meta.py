@@ -119,7 +119,7 @@ def about_run(plan: Plan, job: Job) -> CheckpointMeta:
 def versions() -> dict[str, str]:
     """Return the versions of the software that writes a checkpoint."""
     try:
-        own = metadata.version("piper-runtime")
+        own = metadata.version("piper-training")
     except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
         own = "not installed"
-    return {"piper-runtime": own, "torch": str(torch.__version__)}
+    return {"Piper": own, "torch": str(torch.__version__)}

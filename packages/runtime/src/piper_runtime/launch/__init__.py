@@ -14,7 +14,7 @@ from piper_runtime.launch.recovery import Replan, Restart
 from piper_runtime.launch.report import Interrupted, StepRecord, measured_counter
 from piper_runtime.launch.result import WARMUP_STEPS, Run
 from piper_runtime.launch.run import check_request, execute
-from piper_runtime.launch.torchrun import is_first
+from piper_runtime.launch.torchrun import is_first, is_first_to_say
 
 __all__ = [
     "Durations",
@@ -36,6 +36,7 @@ __all__ = [
     "emulate",
     "execute",
     "is_first",
+    "is_first_to_say",
     "launch_sections",
     "launch_text",
     "measured_counter",

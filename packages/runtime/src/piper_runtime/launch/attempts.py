@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ class Attempts:
             except PiperError as e:
                 recovery.check(e)
                 failed = plan
-                plan, code = recovery.replanned(e, plan, code, float("inf") if self.workers is None else self.workers.room())
+                plan, code = recovery.replanned(e, plan, code, (lambda: math.inf) if self.workers is None else self.workers.room)
                 if self.workers is not None and recovery.replans:
                     self.workers.world = plan.mesh.world
                 newest = partial(self.survivors.newest, failed, lost(e), recovery.next)

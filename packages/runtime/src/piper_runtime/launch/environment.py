@@ -22,7 +22,7 @@ def environment() -> Environment:
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
         "NCCL": nccl,
-        "piper-runtime": _installed("piper-runtime"),
+        "Piper": _installed("piper-training"),
     }
 
 

@@ -67,6 +67,10 @@ class _Team:
         """Return an empty name: all ranks are on this machine."""
         return ""
 
+    def silent(self, seconds: float) -> Sequence[int]:
+        """Return no ranks: the system tells of every process of this machine that has ended."""
+        return ()
+
     def exit_reason(self, rank: int) -> str:
         try:
             code = self.workers[rank].process.wait(1.0)

@@ -108,8 +108,7 @@ def import_ray(wording: RayWording = LAUNCHER) -> Any:
         import ray
     except ImportError as e:
         raise ExecutionError(
-            f'{wording.what} needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
-            f"{wording.instead}"
+            f'{wording.what} needs Ray, which cannot be imported here ({e}); pip install "ray>=2.60", or use {wording.instead}'
         ) from None
     return ray
 
@@ -186,11 +185,12 @@ def _problem(ray: Any, address: str) -> str | None:
         return "an address looks like HOST:PORT"
     # Ray takes localhost for the machine's own address, on which alone it may listen.
     hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1") else [host]
-    problems = [_silence(h, int(port)) for h in hosts]
+    problems = [silence(h, int(port)) for h in hosts]
     return None if None in problems else problems[0]
 
 
-def _silence(host: str, port: int) -> str | None:
+def silence(host: str, port: int) -> str | None:
+    """Return why nothing like Ray answers at a port; None where something does."""
     try:
         with socket.create_connection((host, port), timeout=PROBE_S) as probe:
             probe.sendall(_HTTP2_HELLO)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
@@ -19,13 +18,14 @@ from typing import Any
 
 from piper_ir.errors import ExecutionError, RankError
 from piper_ir.plan import Plan
+from piper_ir.tools import ray_reason
 from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import check_environments, environment
 from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.progress import OnSave, OnStep
 from piper_runtime.launch.ray_actor import OWN_DEVICE, RankActor, pack
-from piper_runtime.launch.ray_cluster import RayLink, connect
-from piper_runtime.launch.ray_placement import RankHost, SpareRoom, place_ranks, ranks_that_fit
+from piper_runtime.launch.ray_cluster import RayLink, connect, silence
+from piper_runtime.launch.ray_placement import RankHost, SpareRoom, await_room, place_ranks
 from piper_runtime.launch.report import aligned
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S
 from piper_runtime.rank import device
@@ -57,6 +57,7 @@ class _Team:
     hearts: dict[str, memoryview] = field(default_factory=dict)
     calls: dict[Any, int] = field(default_factory=dict)
     looks: dict[Any, int] = field(default_factory=dict)
+    looked: dict[int, float] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
     look_at: float = 0.0
     ray_at: float = 0.0
@@ -84,6 +85,7 @@ class _Team:
             self.look_at = time.monotonic() + TICK_S
             for rank in set(ranks) - set(self.looks.values()):
                 self.looks[self.actors[rank].look.remote()] = rank
+                self.looked[rank] = time.monotonic()
         calls = [call for call, rank in self.calls.items() if rank in ranks]
         self.ray.wait([*calls, *self.looks], num_returns=1, timeout=seconds)
         # Looks first: what a rank said before its answer comes before it.
@@ -154,6 +156,10 @@ class _Team:
     def node(self, rank: int) -> str:
         return f"node {self.places[rank].name}"
 
+    def silent(self, seconds: float) -> list[int]:
+        before = time.monotonic() - seconds
+        return [r for r in self.looks.values() if self.looked.get(r, before) < before and not self.places[r].here]
+
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
         """Return the answers of starting actors; raise ExecutionError with the rank of one that does not answer."""
         out = {}
@@ -211,6 +217,7 @@ class RayPool(TeamPool[_Team]):
         super().__init__(world)
         self._cluster, self._threads, self._gpus = cluster, threads, gpus
         self._link: RayLink | None = None
+        self._had_gpus = False
         self._spare_room = SpareRoom(spares) if spares else None
 
     def close(self) -> None:
@@ -223,10 +230,16 @@ class RayPool(TeamPool[_Team]):
         self._link = None
 
     def room(self) -> float:
-        return super().room() if self._link is None else ranks_that_fit(self._link.ray, self._gpus_per_rank(self._link.ray))
+        if self._link is None:
+            return super().room()
+        return await_room(self._link.ray, self.world, self._gpus_per_rank(self._link.ray), silence, self._spare_room)
 
     def _gpus_per_rank(self, ray: Any) -> int:
-        return gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
+        if self._gpus is not None:
+            return self._gpus
+        # A cluster that has lost a node may have too few for all ranks; those that are left still need theirs.
+        self._had_gpus |= bool(gpus_per_rank(ray.cluster_resources(), self.world))
+        return int(self._had_gpus and device.default != "cpu")
 
     def _end_team(self) -> None:
         team = self._team
@@ -332,11 +345,7 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
 
 def _cause(error: Exception) -> str:
     """Return Ray's reason for a failed call, in few words."""
-    text = str(error)
-    if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
-        return f"has died ({found[1]}: {found[2]})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    detail = lines[-1] if lines else type(error).__name__
     # An actor may be "unavailable" before Ray knows that it is dead; it is never used again.
-    actor = any(kind.__name__ == "RayActorError" for kind in type(error).__mro__)
-    return f"has died ({detail})" if actor else f"has failed: {detail}"
+    actor = any(kind.__name__ in ("RayActorError", "OutOfMemoryError") for kind in type(error).__mro__)
+    reason = ray_reason(error)
+    return f"has died ({reason})" if actor else f"has failed: {reason}"

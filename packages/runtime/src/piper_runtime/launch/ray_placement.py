@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,9 @@ from piper_ir.errors import ExecutionError
 
 PLACE_S = 5.0
 """The seconds of waiting for free CPUs; those of actors that have just ended come back within it."""
+DEATH_S = 90.0
+"""The seconds within which Ray gives up a node that does not answer: by default it asks 5 times, 13 s apart at most."""
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,31 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
     return group, places
 
 
-def ranks_that_fit(ray: Any, gpus: int) -> int:
-    """Return how many ranks the living nodes can hold, with one CPU and `gpus` GPUs each, if nobody else takes them."""
-    found = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+def free_ranks(ray: Any, gpus: int) -> int:
+    """Return how many ranks the living nodes can hold now, with one CPU and `gpus` GPUs each, beside what others run."""
+    free = ray._private.state.available_resources_per_node()
+    found = [free.get(n["NodeID"], {}) for n in ray.nodes() if n["Alive"]]
     return sum(int(min(r.get("CPU", 0.0), r.get("GPU", 0.0) / gpus if gpus else r.get("CPU", 0.0))) for r in found)
+
+
+def await_room(ray: Any, world: int, gpus: int, silent: Callable[[str, int], object], spare: SpareRoom | None = None) -> int:
+    """Return for how many ranks there is room after a failure, those of the room that is kept included.
+
+    What killed actors held comes back within PLACE_S. A node that does not answer counts until Ray has given it up
+    itself, since Ray would place ranks there: that is waited for, DEATH_S at most. `silent` asks an address and port.
+    """
+    end = time.monotonic() + DEATH_S
+    asked = [n for n in ray.nodes() if n["Alive"] and silent(n["NodeManagerAddress"], n["NodeManagerPort"])]
+    while time.monotonic() < end and {n["NodeID"] for n in asked} & _alive(ray):
+        time.sleep(LOOK_S)
+    end = time.monotonic() + PLACE_S
+    while (found := free_ranks(ray, gpus) + (spare.held(ray) if spare is not None else 0)) < world and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    return found
+
+
+def _alive(ray: Any) -> set[str]:
+    return {n["NodeID"] for n in ray.nodes() if n["Alive"]}
 
 
 @dataclass
@@ -83,7 +109,7 @@ class SpareRoom:
         When too few nodes are left, room is looked for anew, without spares. Raises as `place_ranks`.
         """
         if self._group is not None:
-            nodes = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+            nodes = _alive(ray)
             alive = [host for host in self._hosts if host.node in nodes]
             unhurt = [host for host in alive if host.bundle not in self.dead]
             if len(alive) >= world:
@@ -92,6 +118,11 @@ class SpareRoom:
             self.spares = 0
         self._group, self._hosts = place_ranks(ray, world + self.spares, gpus)
         return self._group, self._hosts[:world]
+
+    def held(self, ray: Any) -> int:
+        """Return how many ranks the group has room for, on nodes that live."""
+        nodes = _alive(ray) if self._group is not None else set[str]()
+        return sum(host.node in nodes for host in self._hosts)
 
     def release(self, ray: Any) -> None:
         """Give the room back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -144,16 +145,20 @@ class Recovery:
         """Return whether a rank that dies takes its device with it."""
         return self._options.replan is not None
 
-    def replanned(self, error: PiperError, plan: Plan, code: ExportedCode, room: float) -> tuple[Plan, ExportedCode]:
-        """Return the plan of the next attempt, with its code; the workers have `room` for so many ranks.
+    def replanned(
+        self, error: PiperError, plan: Plan, code: ExportedCode, room: Callable[[], float]
+    ) -> tuple[Plan, ExportedCode]:
+        """Return the plan of the next attempt, with its code; `room` tells for how many ranks the workers have room.
 
         Where devices are lost for good and too few are left, it is one for fewer ranks. Raises the error again when
         there is none.
         """
         if self._options.replan is None:
             return plan, code
-        gone = len(lost(error)) if isinstance(error, RankError | HangError) else 1  # which did not come up again
-        self._devices = int(min(self._devices - gone, room))
+        known = room()
+        # Ranks that did not come up again: nobody knows how many, except for a launcher that knows its room.
+        unknown = int(math.isinf(known) and not isinstance(error, RankError | HangError))
+        self._devices = int(min(self._devices - len(lost(error)) - unknown, known))
         if self._devices >= plan.mesh.world:
             return plan, code
         with self.ending(error, f"On {self._devices} devices the run"):

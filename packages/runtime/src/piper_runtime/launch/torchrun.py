@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import os
 import queue
-import socket
 import threading
 import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ import piper_ir.errors
 from piper_ir.errors import ExecutionError, HangError, PiperError
 from piper_ir.plan import Plan
 from piper_runtime.engine import core_sharers
+from piper_runtime.launch.mail import BEAT, LAST_WORDS_S, Mail, Patient
+from piper_runtime.launch.meeting import RENDEZVOUS_S, clock_ahead, env_number, host_names, meeting_place, open_store, own_address
 from piper_runtime.launch.progress import OnSave, OnStep, Progress
 from piper_runtime.launch.protocol import Failure, first_step
 from piper_runtime.launch.report import RankReport, aligned
@@ -36,8 +38,10 @@ from piper_runtime.launch.worker import WorkerContext, answer
 from piper_runtime.transport.gloo import FOREVER, LOOPBACK, GlooCommunicators
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RENDEZVOUS_S = 60.0
-CLOCK_SAMPLES = 9
+EXCHANGED_PER_S = 1e7
+"""The bytes per second that ranks exchange at least when a run is over, over a slow network."""
+HEADLINE = 240
+"""The characters of rank 0's error that other ranks repeat."""
 _DONE = "done"
 
 
@@ -48,29 +52,44 @@ def is_active() -> bool:
 
 def is_first() -> bool:
     """Return whether this process is the one that prints and writes: rank 0, or the only one."""
-    return not is_active() or _number("RANK") == 0
+    return not is_active() or env_number("RANK") == 0
+
+
+def is_first_to_say(text: str) -> bool:
+    """Return whether no other rank says this text: a mistake in a file is one mistake, however many ranks read it.
+
+    Only the store that torchrun itself keeps can tell before ranks have met; without it each rank says what it knows.
+    """
+    if not is_active() or not _has_store_of_torchrun():
+        return True
+    key = f"piper-{restart_count()}/said/{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        said: int = Patient("piper store").call(lambda: open_store(LAST_WORDS_S).add(key, 1), LAST_WORDS_S, meeting_place())
+    except (ExecutionError, RuntimeError):
+        return True
+    return said == 1
+
+
+def _has_store_of_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_count() -> int:
     """Return how many times torchrun has started these processes again."""
-    return _number("TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ExecutionError(
-            f"the environment has {name}={os.environ[name]!r}; a number is needed, as torchrun sets it"
-        ) from None
+    return env_number("TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
 
 
 @dataclass
 class _Member:
-    """Keep the store, its context, and the group of all ranks from run to run."""
+    """Keep the store, its context, and the group of all ranks from run to run.
+
+    `hosts` are the names of the ranks' machines; empty when there is only this one.
+    """
 
     context: WorkerContext
+    patient: Patient
     store: Any
+    hosts: list[str]
     everyone: Any
     said: queue.SimpleQueue[Any]
     clock: tuple[float, float]
@@ -85,25 +104,34 @@ _member: _Member | None = None
 def _join() -> _Member:
     global _member
     if _member is None:
-        rank, world = _number("RANK"), _number("WORLD_SIZE")
-        # torchrun's store outlives its ranks: those that are started again must not read what earlier ones have left.
-        store, interface = dist.PrefixStore(f"piper-{restart_count()}", _store()), _interface(world)
-        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        heart = memoryview(array("q", LOADING_HEART))
-        communicators = GlooCommunicators(dist.PrefixStore("channels", store), rank, interface)
-        everyone = communicators.group("everyone", list(range(world))) if world > 1 else None
-        clock = (0.0, 0.0) if interface == LOOPBACK else clock_ahead(everyone, rank, world)
-        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        local_rank, local_world = (_number(name) if name in os.environ else None for name in names)
-
-        def tell(message: Any) -> None:
-            said.put(aligned(message, *clock))
-
-        sharers = core_sharers(store, rank, world)
-        context = WorkerContext(rank, communicators, heart, tell, local_rank, local_world, sharers)  # type: ignore[arg-type]  # as in worker
-        _member = _Member(context, store, everyone, said, clock)
+        patient = Patient("piper store")
+        silence = f"{meeting_place()} does not answer, or not all ranks came to meet there"
+        _member = patient.call(lambda: _joined(patient), STARTUP_S + RENDEZVOUS_S, silence)
         atexit.register(_leave)
     return _member
+
+
+def _joined(patient: Patient) -> _Member:
+    rank, world = env_number("RANK"), env_number("WORLD_SIZE")
+    # torchrun's store outlives its ranks: those that are started again must not read what earlier ones have left.
+    shared: Any = dist.PrefixStore(f"piper-{restart_count()}", open_store())
+    address = own_address(world)
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    heart = memoryview(array("q", LOADING_HEART))
+    communicators = GlooCommunicators(dist.PrefixStore("channels", shared), rank, address)
+    everyone = communicators.group("everyone", list(range(world))) if world > 1 else None
+    clock = (0.0, 0.0) if address == LOOPBACK else clock_ahead(everyone, rank, world)
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    local_rank, local_world = (env_number(name) if name in os.environ else None for name in names)
+
+    def tell(message: Any) -> None:
+        said.put(aligned(message, *clock))
+
+    sharers = core_sharers(shared, rank, world)
+    context = WorkerContext(rank, communicators, heart, tell, local_rank, local_world, sharers)  # type: ignore[arg-type]  # as in worker
+    machines = [] if address == LOOPBACK else host_names(shared, rank, world, address)
+    # A rank's thread waits in the store for its peers; the one that says how it goes must not wait behind it.
+    return _Member(context, patient, shared.clone(), machines, everyone, said, clock)
 
 
 def _leave() -> None:
@@ -119,78 +147,8 @@ def _leave() -> None:
         return
     member.context.communicators.close()
     member.everyone = None
+    member.patient.close()
     gc.collect()  # a bound plan and its closures hold each other, and the groups
-
-
-def _store() -> Any:
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
-    try:
-        return next(dist.rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_S)))[0]
-    except (RuntimeError, ValueError, OSError) as e:
-        in_use = "EADDRINUSE" in str(e) or "already in use" in str(e)
-        why = "the port is in use: choose another with --master-port (MASTER_PORT)" if in_use else f"{str(e).splitlines()[0]}"
-        raise ExecutionError(f"the ranks cannot meet at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}") from e
-
-
-def _interface(world: int) -> str:
-    """Return the address under which peers reach this process: loopback when all are on this machine."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], _number("MASTER_PORT")))  # sends nothing: it only chooses the way out
-        address: str = probe.getsockname()[0]
-    return address
-
-
-def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
-    """Return the seconds that this rank's clock is ahead of rank 0's, and the error: half of the quickest round trip.
-
-    All ranks of the group `everyone` call this.
-    """
-    found = [(0.0, 0.0)] if rank == 0 else []
-    for other in range(1, world):
-        for _ in range(CLOCK_SAMPLES if rank in (0, other) else 0):
-            start = time.perf_counter()
-            theirs = torch.tensor([start], dtype=torch.float64)
-            if rank == 0:
-                everyone.recv([theirs], other, 0).wait()
-                everyone.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], other, 0).wait()
-                continue
-            everyone.send([theirs.clone()], 0, 0).wait()
-            everyone.recv([theirs], 0, 0).wait()
-            end = time.perf_counter()
-            found.append(((end - start) / 2, (start + end) / 2 - theirs.item()))
-    error, ahead = min(found)
-    return ahead, error
-
-
-@dataclass
-class _Mail:
-    """Hold the messages of one run in the store: every rank has a box that rank 0 empties, and one for its heart."""
-
-    store: Any
-    run: int
-    sent: int = 0
-    read: dict[int, int] = field(default_factory=dict)
-
-    def post(self, rank: int, message: Any) -> None:
-        self.store.set(f"{self.run}/{rank}/{self.sent}", encode(message))
-        self.sent += 1
-
-    def collect(self, rank: int) -> list[Any]:
-        out = []
-        while self.store.check([key := f"{self.run}/{rank}/{self.read.get(rank, 0)}"]):
-            out.append(decode(self.store.get(key)))
-            self.store.delete_key(key)
-            self.read[rank] = self.read.get(rank, 0) + 1
-        return out
-
-    def put(self, what: str, value: bytes) -> None:
-        self.store.set(f"{self.run}/{what}", value)
-
-    def get(self, what: str) -> bytes | None:
-        key = f"{self.run}/{what}"
-        return self.store.get(key) if self.store.check([key]) else None
 
 
 @dataclass
@@ -198,27 +156,39 @@ class _Team:
     """Show all ranks to rank 0."""
 
     member: _Member
-    mail: _Mail
+    mail: Mail
+    world: int
+    hearts: dict[int, bytes] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         found = [(0, m) for m in _drain(self.member.said, seconds)]
-        self.mail.put("pulse", str(time.monotonic()).encode())
-        return found + [(r, m) for r in ranks if r for m in self.mail.collect(r)]
+        others = range(1, self.world)
+        said, hearts = self.mail.visit([r for r in ranks if r], others)
+        now = time.monotonic()
+        for rank in others:
+            if rank not in self.heard or hearts.get(rank) != self.hearts.get(rank):
+                self.heard[rank] = now
+        self.hearts = hearts
+        return found + said
 
     def heart(self, rank: int) -> Sequence[int]:
-        """Return a rank's heart as its process last put it into the store."""
+        """Return a rank's heart as of the last look."""
         if rank == 0:
             return self.member.context.heart
-        found = self.mail.get(f"heart/{rank}")
-        return LOADING_HEART if found is None else memoryview(found).cast("q")
+        found = self.hearts.get(rank)
+        return LOADING_HEART if found is None else memoryview(found[BEAT:]).cast("q")
 
     def exit_reason(self, rank: int) -> str:
         """Return that a rank has ended; only torchrun knows how, and tells who was killed."""
         return "has ended"
 
     def node(self, rank: int) -> str:
-        """Return an empty name, since ranks know their own machine only."""
-        return ""
+        return f"node {self.member.hosts[rank]}" if self.member.hosts else ""
+
+    def silent(self, seconds: float) -> list[int]:
+        now = time.monotonic()
+        return [rank for rank, heard in self.heard.items() if now - heard > seconds]
 
 
 class TorchrunPool:
@@ -253,7 +223,7 @@ class TorchrunPool:
         on_step: OnStep | None = None,
         on_save: OnSave | None = None,
     ) -> dict[int, Any]:
-        started = _number("WORLD_SIZE")
+        started = env_number("WORLD_SIZE")
         if len(requests) != started:
             raise ExecutionError(
                 f"the plan has {len(requests)} ranks, but {started} processes were started (WORLD_SIZE); use "
@@ -264,32 +234,34 @@ class TorchrunPool:
             raise ExecutionError(
                 "an earlier run in this process failed and left its communicators broken; start the processes again"
             )
-        rank, mail = member.context.rank, _Mail(member.store, member.runs)
+        rank = member.context.rank
+        mail = Mail(member.store, member.runs, member.patient, meeting_place(), timeout_s)
         member.runs += 1
         _check_same(plan, mail, rank)
         member.broken = True
         kept: list[Any] = []
         threading.Thread(target=_perform, args=(member, requests[rank], kept), name="piper rank", daemon=True).start()
         if rank == 0:
-            _lead(
-                member,
-                mail,
-                Watch(plan, _Team(member, mail), started, timeout_s),
-                Progress(plan, on_step, on_save, first_step(requests)),
-            )
+            watch = Watch(plan, _Team(member, mail, started), started, timeout_s)
+            _lead(mail, watch, Progress(plan, on_step, on_save, first_step(requests)))
         else:
             _follow(member, mail, timeout_s)
+        found = _exchange(member, plan, kept[0], timeout_s)
         member.broken = False
-        return _exchange(member, plan, kept[0])
+        return found
 
 
-def _check_same(plan: Plan, mail: _Mail, rank: int) -> None:
+def _check_same(plan: Plan, mail: Mail, rank: int) -> None:
     if rank == 0:
         mail.put("plan", plan.key.encode())
-    mail.store.wait([f"{mail.run}/plan"], timedelta(seconds=STARTUP_S))
-    if (theirs := mail.get("plan")) != plan.key.encode():
+    end = time.monotonic() + STARTUP_S
+    while (theirs := mail.get("plan")) is None:
+        if time.monotonic() > end:
+            raise HangError(f"rank 0 has not come to this run within {STARTUP_S:g} s after rank {rank}")
+        time.sleep(TICK_S)
+    if theirs != plan.key.encode():
         raise ExecutionError(
-            f"rank {rank} compiled another plan than rank 0 ({plan.key} and {(theirs or b'').decode()}); job and strategy must "
+            f"rank {rank} compiled another plan than rank 0 ({plan.key} and {theirs.decode()}); job and strategy must "
             f"not depend on the process"
         )
 
@@ -302,32 +274,50 @@ def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
     member.said.put(found if isinstance(found, Failure) else _DONE)
 
 
-def _lead(member: _Member, mail: _Mail, watch: Watch, progress: Progress) -> None:
+def _lead(mail: Mail, watch: Watch, progress: Progress) -> None:
     """Watch over all as rank 0, then tell them how the run ended."""
     try:
         watch.collect(progress)
     except BaseException as e:
         kind = type(e).__name__ if isinstance(e, PiperError) else "ExecutionError"
-        mail.put("end", encode(Failure(kind, str(e) or f"rank 0 was ended by {type(e).__name__}", "", False)))
+        why = str(e) if isinstance(e, PiperError) else f"rank 0 was ended by {type(e).__name__}"
+        # Those who read a store of this process lose it with us.
+        listeners = () if _has_store_of_torchrun() else range(1, watch.world)
+        mail.last_word(encode(Failure(kind, why, "", False)), listeners)
         raise
     mail.put("end", encode(None))
 
 
-def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
+def _follow(member: _Member, mail: Mail, timeout_s: float) -> None:
     """Tell rank 0, as another rank, what happens here, until it says how the run has ended."""
     rank, pulse, beat = member.context.rank, b"", time.monotonic()
-    while (end := mail.get("end")) is None:
-        for message in _drain(member.said, TICK_S):
-            mail.post(rank, message)
-        mail.put(f"heart/{rank}", bytes(member.context.heart))
-        now = mail.get("pulse") or b""
-        if now != pulse:
-            pulse, beat = now, time.monotonic()
-        if time.monotonic() > beat + timeout_s + STARTUP_S:
-            raise HangError(f"rank 0 has not answered rank {rank} for {timeout_s + STARTUP_S:g} s")
+    here = f" on node {member.hosts[rank]}" if member.hosts else ""
+    try:
+        while True:
+            now, end = mail.tell(rank, _drain(member.said, TICK_S), bytes(member.context.heart))
+            if end is not None:
+                break
+            if now != pulse:
+                pulse, beat = now or b"", time.monotonic()
+            if time.monotonic() > beat + timeout_s + STARTUP_S:
+                raise HangError(f"rank 0 has not answered rank {rank} for {timeout_s + STARTUP_S:g} s")
+    except HangError as e:
+        raise HangError(f"rank {rank}{here} gave up: {e}") from None
     failure = decode(end)
     if failure is not None:
-        raise getattr(piper_ir.errors, failure.kind, ExecutionError)(failure.message)
+        with suppress(ExecutionError):
+            mail.put(f"heard/{rank}", b"", LAST_WORDS_S)
+        raise _ended_by_first(failure, member.hosts)
+
+
+def _ended_by_first(failure: Failure, hosts: Sequence[str]) -> PiperError:
+    """Return the error of a run that rank 0 has ended, which says it in full."""
+    text = failure.message
+    if len(text) > HEADLINE:
+        text = f"{text[:HEADLINE].rstrip()} ... (rank 0{f' on node {hosts[0]}' if hosts else ''} says the rest)"
+    error: PiperError = getattr(piper_ir.errors, failure.kind, ExecutionError)(text)
+    error.told_by_another = True
+    return error
 
 
 def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
@@ -341,14 +331,14 @@ def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
         return out
 
 
-def _exchange(member: _Member, plan: Plan, mine: Any) -> dict[int, Any]:
+def _exchange(member: _Member, plan: Plan, mine: Any, timeout_s: float) -> dict[int, Any]:
     """Return the answers of all ranks, each as a broadcast from its rank."""
     out = {}
     for rank in range(plan.mesh.world):
         own = rank == member.context.rank
         sent = encode(_without_copies(mine, plan, rank)) if own else b""
         if member.everyone is not None:
-            sent = _broadcast(member.everyone, rank, sent)
+            sent = _broadcast(member, rank, sent, timeout_s)
         out[rank] = mine if own else decode(sent)
     return out
 
@@ -360,11 +350,17 @@ def _without_copies(found: Any, plan: Plan, rank: int) -> Any:
     return replace(found, states={}, gradients=[])
 
 
-def _broadcast(group: Any, source: int, data: bytes) -> bytes:
+def _broadcast(member: _Member, source: int, data: bytes, timeout_s: float) -> bytes:
+    def of(tensor: torch.Tensor) -> None:
+        patience = timeout_s + STARTUP_S + tensor.nbytes / EXCHANGED_PER_S
+        from_where = f"rank {source}{f' on node {member.hosts[source]}' if member.hosts else ''}"
+        silence = f"the run is done, but rank {member.context.rank} did not get the results of {from_where}"
+        member.patient.call(lambda: member.everyone.broadcast([tensor], _options(source)).wait(), patience, silence)
+
     size = torch.tensor([len(data)])
-    group.broadcast([size], _options(source)).wait()
+    of(size)
     body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast([body], _options(source)).wait()
+    of(body)
     return body.numpy().tobytes()
 
 

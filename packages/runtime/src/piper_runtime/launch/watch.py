@@ -61,6 +61,9 @@ class WatchedTeam(Protocol):
     def node(self, rank: int) -> str:
         """Return the name of the machine that a rank runs on; empty when there is only this one."""
 
+    def silent(self, seconds: float) -> Collection[int]:
+        """Return the ranks on other machines of which nothing was heard for so long, not even that they wait."""
+
 
 @dataclass
 class Watch:
@@ -136,6 +139,7 @@ class Watch:
         first = [r for r in ranks if not RankPosition(self.plan, r, self.team.heart(r)).communications]
         message = (
             f"no rank made progress for {self.timeout_s:g} s (timeout_s); "
+            + self._unheard()
             + "; ".join(self._place(r) for r in [*first, *(r for r in ranks if r not in first)])
             + ". If an instruction may take that long, give a larger timeout_s"
         )
@@ -148,6 +152,17 @@ class Watch:
         error = HangError(message, "\n".join(report) + "\n")
         error.add_note(error.report)
         return error
+
+    def _unheard(self) -> str:
+        """Return which machines have fallen silent, which is the cause of all else; an empty text when none has."""
+        by_node: dict[str, list[int]] = {}
+        for rank in sorted(self.team.silent(self.timeout_s / 2)):
+            by_node.setdefault(self.team.node(rank), []).append(rank)
+        return "".join(
+            f"{node or 'nothing'} with rank {', '.join(map(str, ranks))} is not heard from any more: it has ended, or the "
+            "network between is cut; "
+            for node, ranks in by_node.items()
+        )
 
     def _place(self, rank: int) -> str:
         return RankPosition(self.plan, rank, self.team.heart(rank), self.team.node(rank)).text()

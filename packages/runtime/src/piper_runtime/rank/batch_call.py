@@ -56,7 +56,7 @@ class BatchCall:
         found, constants = flatten_batch(result)
         if constants != dict(self.constants):
             self._refuse_constants(call, constants)
-        return {name: self._fitted(call, name, found) for name in self.names[mb]}
+        return {name: self._fitted(call, rows, name, found) for name in self.names[mb]}
 
     def _refuse_constants(self, call: str, constants: Mapping[str, str]) -> None:
         planned = dict(self.constants)
@@ -67,7 +67,7 @@ class BatchCall:
             "model, the same in every call; return a tensor where it changes"
         )
 
-    def _fitted(self, call: str, name: str, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _fitted(self, call: str, rows: range, name: str, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a tensor in the planned shape; its first two dimensions may be one in the user's."""
         look = self.looks[name]
         if name not in found:
@@ -76,10 +76,26 @@ class BatchCall:
         if len(look.shape) > 1 and tuple(tensor.shape) == (look.shape[0] * look.shape[1], *look.shape[2:]):
             tensor = tensor.view(look.shape)
         if tuple(tensor.shape) != look.shape:
-            raise JobError(f"{call} returned {name} of shape {tuple(tensor.shape)}; the plan was made for {look.shape}")
+            raise JobError(
+                f"{call} returned {name} of shape {tuple(tensor.shape)}; the plan was made for {look.shape}. "
+                + _way_out(tuple(tensor.shape), look.shape, len(rows))
+            )
         if tensor.dtype != look.dtype and not (tensor.is_floating_point() and look.dtype.is_floating_point):
             raise JobError(f"{call} returned {name} of {tensor.dtype}; the plan was made for {look.dtype}")
         return tensor
+
+
+def _way_out(shape: tuple[int, ...], planned: tuple[int, ...], rows: int) -> str:
+    """Return what can be done about a batch tensor of another shape than planned."""
+    if shape[1:] == planned[1:] and shape:
+        return (
+            f"A call returns its rows and no others, here {rows}: a last batch of fewer rows is left out, or filled up with rows "
+            "that count nothing (ignore_index, a weight of 0)"
+        )
+    return (
+        "A plan is for one shape: pad or cut to it (with a mask, or ignore_index in the targets), or compile a plan for each "
+        "length"
+    )
 
 
 def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:

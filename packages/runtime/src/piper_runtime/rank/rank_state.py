@@ -14,7 +14,7 @@ import torch
 from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.expert_tokens import counts_tokens
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, Fresh
+from piper_ir.ops import Collective, Fresh, Update
 from piper_ir.plan import Category, Plan
 from piper_ir.sizes import bind
 from piper_ops import ROUNDS, TRADES, Cuts
@@ -28,11 +28,18 @@ from piper_runtime.rank.optimizer import RankOptimizer, scaled
 from piper_runtime.rank.rng import rng_places
 from piper_runtime.rank.store import Store
 
-NOT_FINITE = (
-    "check the batch and the learning rate, clip gradients (Job.clip_norm), or see whether it is finite in float64 "
-    "(`piper verify FILE.py`)"
-)
-"""The advice for a number that is not finite."""
+
+def not_finite_advice(clip: float | None) -> str:
+    """Return the advice for a number that is not finite, where gradients are clipped to a norm, or to none."""
+    if clip is None:
+        ways = "check the batch and the learning rate, clip gradients (Job.clip_norm)"
+    else:
+        ways = (
+            f"gradients are clipped already (Job(clip_norm={clip:g})), which helps against large ones only: check the batch, the "
+            "learning rate, and operations without a value there (log(0), 0 / 0, a row with all positions masked)"
+        )
+    return f"{ways}, or see whether it is finite in float64 (`piper verify FILE.py`)"
+
 
 Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 """A function called in Update before the optimizer's step with the rank, the buckets and the gradients' scale."""
@@ -148,8 +155,10 @@ class RankState:
     def record(self, kind: str, mb: int, value: float) -> None:
         """Keep a microbatch's loss, weight or metric; raise NonFiniteLossError when a loss or weight is not finite."""
         if kind in ("loss", "weight") and not math.isfinite(value):
+            ops = [p.op for role in self.plan.roles for instr in role.program for p in instr.parts]
+            clip = next((op.clip for op in ops if isinstance(op, Update)), None)
             raise NonFiniteLossError(
-                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
+                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {not_finite_advice(clip)}"
             )
         if self.counts:
             self.scalars.setdefault(kind, {})[mb] = value

@@ -10,7 +10,7 @@ import torch
 from piper_ir.errors import NonFiniteLossError
 from piper_ir.ops import Update
 from piper_ir.plan import Part
-from piper_runtime.rank.rank_state import NOT_FINITE, RankState
+from piper_runtime.rank.rank_state import RankState, not_finite_advice
 from piper_runtime.rank.store import empty_value
 
 
@@ -89,6 +89,7 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
         return scale
     if not math.isfinite(scalars[-1]):
         raise NonFiniteLossError(
-            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; {NOT_FINITE}"
+            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; "
+            + not_finite_advice(op.clip)
         )
     return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))

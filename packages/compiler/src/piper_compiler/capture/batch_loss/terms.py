@@ -31,7 +31,9 @@ SAME = frozenset(
     }
 )
 """Calls that are linear in their first argument, and have no other tensor."""
-OF_NUMBERS = frozenset({"add", "sub", "mul", "div", "tensor", "scalar_tensor", "as_tensor"})
+TENSORS = frozenset({"tensor", "scalar_tensor", "as_tensor"})
+"""Calls that make a tensor of a number."""
+OF_NUMBERS = frozenset({"add", "sub", "mul", "div"}) | TENSORS
 """Calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
 JOINED = frozenset({"stack", "cat", "concat", "hstack"})
 CHOSEN = frozenset({"where", "masked_fill"})
@@ -285,7 +287,7 @@ class Dependences:
         changing = [d for d in inputs if not d.constant]
         name, kinds = call_name(node), {d.plain for d in changing}
         numbers = any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
-        same = name in SAME | SUMS | MEANS and len(changing) == 1
+        same = name in SAME | SUMS | MEANS | TENSORS and len(changing) == 1
         same |= name in ("add", "sub") and len(changing) == len(inputs) and not numbers
         same |= (name == "mul" and len(changing) == 1) or (name == "div" and len(changing) == 1 and _first_changes(node, self.of))
         if same and len(kinds) == 1 and None not in kinds:

@@ -80,8 +80,13 @@ class Totals:
         seen = set[fx.Node]()
         while queue:
             node = queue.pop()
-            if node in seen or not isinstance(node.meta.get("example_value"), torch.Tensor):
+            if node in seen:
                 continue
+            if is_size(node):
+                raise CaptureError(
+                    f"{line_of(node)}: the loss divides by a function of the number of rows, which a microbatch has other than "
+                    "the batch. Divide by the number itself, or by one of its multiples, or take it out of the loss"
+                )
             seen.add(node)
             if self._of[node].plain is not None:
                 roots[node] = None
