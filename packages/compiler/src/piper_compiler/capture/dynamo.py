@@ -82,7 +82,7 @@ class Forward:
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
         guards: facts about sizes that the path depends on.
-        repeat: how to trace the next call, where forward changes something that was there before.
+        repeat: how to trace the next call, where forward leaves something otherwise than it was before.
         notes: what was done with the model that its author should know.
         trace_at: traces the same at another number of rows; None where forward changes something.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
@@ -158,9 +158,9 @@ def capture_forward(
         calls = _Calls(module, loss, example, state, regions, statistics=statistics, metrics=metrics)
         first = calls.trace()
         regions.said()
-        return (
-            replace(first, repeat=Repeat(state, calls.trace_again)) if state.changes else replace(first, trace_at=calls.trace_at)
-        )
+        if state.as_found():  # so the next call is like this one
+            return replace(first, trace_at=calls.trace_at)
+        return replace(first, repeat=Repeat(state, calls.trace_again))
 
 
 @dataclass
