@@ -39,7 +39,7 @@ MOST_VALUES = 1_000
 PRUNED = 4
 """The number of candidates per trial that rules may reject for nothing; each one more costs a trial."""
 UNUSABLE = 1e6
-"""What a candidate without any plan counts as beyond the limit: further from fitting than any with one."""
+"""The part of the limit by which a candidate without any plan counts as exceeding it: more than any with one."""
 ATTRIBUTE = "piper"
 
 
