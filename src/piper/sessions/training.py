@@ -23,7 +23,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.expert_tokens import counts_tokens
 from piper_ir.memory import on_device
-from piper_ir.tools import size_text
+from piper_ir.tools import size_text, working
 from piper_report import beside_table
 from piper_simulator import Cluster, Simulation, device_type, simulate, why
 
@@ -113,7 +113,8 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     costs = settings.durations()
     fallbacks = settings.fallbacks if settings.on_loss == "replan" else None
     check_on_loss(settings.on_loss, fallbacks, settings.restarts, settings.launcher)
-    compiled = compile(job, strategy, costs=costs)
+    with working("compiling"):
+        compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s, settings.loader)
     begin = settings.first_step()
     folder = settings.folder  # made before hours of training, not after
@@ -122,10 +123,12 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     with unless_empty(folder):
         cluster = devices_of_runs(compiled.plan.mesh.world)
         compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
-        prediction = simulate(compiled.plan, cluster, costs=costs)
+        with working("predicting"):
+            prediction = simulate(compiled.plan, cluster, costs=costs)
+            if folder is not None:
+                _save_predicted(folder, compiled, prediction, cluster, costs)
         if folder is not None:
             save_plan(folder, compiled.plan, strategy)
-            _save_predicted(folder, compiled, prediction, cluster, costs)
             save_origin(folder, job.seed)
         print(
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
