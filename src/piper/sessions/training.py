@@ -123,10 +123,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     with unless_empty(folder):
         cluster = devices_of_runs(compiled.plan.mesh.world)
         compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
-        with working("predicting"):
-            prediction = simulate(compiled.plan, cluster, costs=costs)
-            if folder is not None:
-                _save_predicted(folder, compiled, prediction, cluster, costs)
+        prediction = _predicted(compiled, cluster, costs, folder)
         if folder is not None:
             save_plan(folder, compiled.plan, strategy)
             save_origin(folder, job.seed)
@@ -149,6 +146,15 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         if made is not None and made.experts is not None:
             show(made.experts)
     return Session(compiled, prediction, run, folder)
+
+
+def _predicted(compiled: Compiled, cluster: Cluster, costs: Costs | None, folder: Path | None) -> Simulation:
+    """Return the prediction; write it, and why, into a folder."""
+    with working("predicting"):
+        prediction = simulate(compiled.plan, cluster, costs=costs)
+        if folder is not None:
+            _save_predicted(folder, compiled, prediction, cluster, costs)
+    return prediction
 
 
 def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
@@ -176,10 +182,9 @@ def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -
     compiled, strategy = replanner.compiled, replanner.strategy
     assert strategy is not None
     cluster = devices_of_runs(compiled.plan.mesh.world)
-    prediction = simulate(compiled.plan, cluster, costs=costs)
+    prediction = _predicted(compiled, cluster, costs, folder)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
-        _save_predicted(folder, compiled, prediction, cluster, costs)
     print(f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices were lost")
     return compiled, prediction
 
