@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from piper.cli.completion import asked_parameters, clusters, one_of, recipe_names
-from piper_ir.tools import clear_line, shown_on_terminal, working
+from piper_ir.tools import clear_line, shown_while_working, working
 
 SPACE = """
 raise SystemExit("a file is not run to complete a word")
@@ -68,7 +68,7 @@ class Terminal(io.StringIO):
 
 def test_long_work_is_named_on_a_terminal_and_the_line_is_removed() -> None:
     stream = Terminal()
-    with shown_on_terminal(stream, patience_s=0.01), working("compiling"), working("capturing the model"):
+    with shown_while_working(stream, patience_s=0.01), working("compiling"), working("capturing the model"):
         end = time.monotonic() + 10
         while "capturing the model, 0 s" not in stream.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
@@ -76,11 +76,23 @@ def test_long_work_is_named_on_a_terminal_and_the_line_is_removed() -> None:
     assert "capturing the model, 0 s" in stream.getvalue() and stream.getvalue().endswith("\r\x1b[K")
 
 
-def test_nothing_is_shown_early_or_without_a_terminal_or_by_a_library() -> None:
+def test_long_work_is_named_in_a_pipe_by_lines_while_it_goes_on_and_when_it_is_done() -> None:
+    stream = io.StringIO()
+    with shown_while_working(stream, pipe_s=0.02), working("searching") as name:
+        name("candidate 12 of 40")
+        end = time.monotonic() + 10
+        while "candidate 12 of 40, 0 s so far\n" not in stream.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "candidate 12 of 40, 0 s so far" and lines[-1] == "candidate 12 of 40: done in 0 s"
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+def test_nothing_is_shown_early_or_by_a_library() -> None:
     early, plain = Terminal(), io.StringIO()
-    with shown_on_terminal(early, patience_s=60), working("compiling"):
+    with shown_while_working(early, patience_s=60), working("compiling"):
         time.sleep(0.05)
-    with shown_on_terminal(plain, patience_s=0.01), working("compiling"):
+    with shown_while_working(plain, patience_s=0.01), working("compiling"):
         time.sleep(0.05)
     with working("compiling"):
         clear_line()

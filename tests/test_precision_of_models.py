@@ -52,7 +52,7 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named], lr=0.01)
 
 
-def job(precision: Precision = BF16, **more: Any) -> Job:
+def job(precision: Precision | str = BF16, **more: Any) -> Job:
     fields: dict[str, Any] = {"model": Routed, "loss": F.cross_entropy, **more}
     return Job(batch=batch, optimizer=adamw, global_batch=ROWS, precision=precision, **fields)
 
@@ -254,3 +254,10 @@ def test_a_buffer_that_meets_activations_in_another_dtype_is_said_to_be_cast() -
 def test_a_plan_with_masters_is_written_and_read() -> None:
     plan = plan_of(job(KEPT), dp=2)
     assert parse_plan(format_plan(plan)).key == plan.key
+
+
+def test_a_name_is_one_dtype_for_all() -> None:
+    named = job("bfloat16")
+    assert named.precision == Precision(params="bfloat16") and named == job(named.precision)
+    assert replace(named, seed=1).precision == named.precision
+    assert replace(named, precision="float64").precision == Precision(params="float64")

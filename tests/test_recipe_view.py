@@ -111,3 +111,19 @@ def test_the_gallery_is_of_today() -> None:
         one = shown(name, pp=4, microbatches=8, times=ChunkTimes(1 / v, 1 / v, 1 / v))
         assert float(found[1]) == pytest.approx(one.simulation.step_s)
         assert (ROOT / "docs" / "schedules" / f"{name}.png").is_file()
+
+
+def test_a_table_of_torch_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    made = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=3))
+    piper.write_schedule_csv(made, path)
+    table, own = command("show", path), command("show", "--recipe", "one_f_one_b", "--pp", 2, "--microbatches", 3)
+    assert table.exit_code == 0, table.stderr
+    assert table.stdout.splitlines()[:2] == own.stdout.splitlines()[:2]
+    assert "mine.csv: makespan 12 s" in table.stdout and "2 devices, 2 stages, 3 microbatches" in table.stdout
+    refused = command("show", path, "--pp", 4)
+    assert refused.exit_code == 2 and "leave out options of strategies and of recipes" in refused.stderr
+    path.write_text("a,b\n")
+    assert "mine.csv: row 1" in command("show", path).stderr
+    other = command("simulate", path)
+    assert other.exit_code == 2 and f"`piper show {path}` draws a schedule" in " ".join(other.stderr.split())

@@ -201,7 +201,9 @@ def test_the_table_says_mesh_schedule_rows_and_how_many_were_scored(recipe: str,
     path.write_text(f"import piper\n{RECIPE}{SPACE_WITH_RULES}")
     args = ("--trials", "30", "--workers", "0", "--cluster", "h100x8", "--out", str(tmp_path / "out"))
     text = command(recipe, *args).stdout
-    counted = re.search(r"best of (\d) candidates \((\d) more rejected by rules before compiling\), s/step", text)
+    counted = re.search(
+        r"best of (\d) candidates \((\d) more rejected by rules before compiling; .*the space has no others\), s/step", text
+    )
     assert counted is not None and int(counted[1]) + int(counted[2]) == 9 and int(counted[2]) >= 3
     assert re.search(r"^pp=2, microbatches=2 +pp=2 +2 stages, 2 microbatches +4 ", text, re.MULTILINE)
     assert re.search(r"^pp=1, microbatches=1 +1 device +1 stage, whole batch +8 ", text, re.MULTILINE)
@@ -219,6 +221,17 @@ def test_a_prediction_far_from_what_was_measured_says_what_to_do(capsys: pytest.
     assert "predicted / measured is 0.11: run `piper profile FILE.py" in shown(-0.89)
     assert "predicted / measured is 2.00" in shown(1.0)
     assert "piper profile" not in shown(0.2) + shown(None)
+
+
+def test_a_search_with_profiled_costs_names_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not advise a profile that was just made; what was proposed again and what could not be run is said."""
+    far = Row(0, "complete", {"m": 2}, period_s=1.0, step_s=1.0, device_bytes=1, measured_period_s=3.0, error=-0.67)
+    failed = Row(1, "rejected", {"m": 4}, kind="confirmation", reason="running it failed: rank 1 died")
+    study_view.show_study(piper.Study("c", None, 0, (far, failed), repeated=21, exhausted=True), "f.py", profiled=True)
+    text = capsys.readouterr().out
+    assert "piper profile" not in text and "which may have had other work then" in text
+    assert "best of 2 candidates (21 proposals were plans known already; the space has no others)" in text
+    assert "warning: m=4: running it failed: rank 1 died" in text
 
 
 def test_where_nothing_was_found_json_has_the_reasons() -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for editors and type checkers, which do not run `__getattr__`
     from piper import models as models
+    from piper.api.advice import Advice as Advice
+    from piper.api.advice import advice as advice
     from piper.api.compiling import Compiled as Compiled
     from piper.api.compiling import compile as compile
     from piper.api.costs_file import load_costs as load_costs
@@ -127,6 +129,8 @@ _HOME = {
     "execute": "piper.api.execution",
     "profile": "piper.api.profiling",
     "tune": "piper.api.tuning",
+    "advice": "piper.api.advice",
+    "Advice": "piper.api.advice",
     "Study": "piper_autotune",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",

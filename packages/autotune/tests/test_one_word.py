@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from piper_autotune import Wanted, score_here, tune
+from piper_autotune import ScoredHere, Wanted, tune
 from piper_autotune.one_word import OneWord, alternatives
 from piper_autotune.problem import TuningProblem
 from piper_autotune.scoring import Scored, score
@@ -30,7 +30,7 @@ def uneven() -> TuningProblem:
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_stages_by_cost_are_told_with_the_numbers_that_they_have(engine: bool) -> None:
-    (word,) = score_here(uneven(), heavy_end(), engine=engine)
+    (word,) = ScoredHere(uneven(), engine=engine).one_word(heavy_end())
     assert word.words == 'partition(at="cost")' and word.helps
     before, after = (score(uneven(), heavy_end(at), {Wanted(1): None}, engine) for at in ("even", "cost"))
     assert (word.before, word.after) == (before, after)
@@ -41,7 +41,7 @@ def test_stages_by_cost_are_told_with_the_numbers_that_they_have(engine: bool) -
 def test_nothing_is_told_of_stages_that_are_chosen_already_and_of_one_stage() -> None:
     assert not list(alternatives(heavy_end("cost"))) and not list(alternatives(heavy_end((2, 4, 6))))
     one = Strategy(Mesh(), (partition(stages=1),))
-    assert not list(alternatives(one)) and score_here(uneven(), one, engine=False) == ()
+    assert not list(alternatives(one)) and ScoredHere(uneven(), engine=False).one_word(one) == ()
 
 
 def test_shared_optimizer_states_are_told_where_there_are_replicas() -> None:
@@ -54,7 +54,7 @@ def test_shared_optimizer_states_are_told_where_there_are_replicas() -> None:
 
 def test_a_strategy_that_does_not_compile_has_no_words() -> None:
     """Nine stages of eight layers."""
-    assert score_here(uneven(), Strategy(Mesh(pp=9), recipes.gpipe(pp=9, microbatches=2)), engine=False) == ()
+    assert ScoredHere(uneven(), engine=False).one_word(Strategy(Mesh(pp=9), recipes.gpipe(pp=9, microbatches=2))) == ()
 
 
 def test_what_helps() -> None:

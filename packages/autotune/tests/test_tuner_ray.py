@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from optuna.trial import FixedTrial
@@ -11,7 +14,7 @@ from packages.autotune.tests.test_tuner_workers import faulty
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
 from piper_autotune import tune
 from piper_autotune.evaluators import Here
-from piper_autotune.on_ray import OnRay
+from piper_autotune.on_ray import OnRay, task
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Refused
 from piper_ir.errors import TuneError
@@ -47,6 +50,40 @@ def test_tasks_score_as_this_process_does(tasks: OnRay) -> None:
 def test_a_task_whose_worker_dies_is_an_outcome(tasks: OnRay) -> None:
     found = tasks.result(tasks.submit(faulty("exit")))
     assert isinstance(found, Refused) and found.kind == "crash" and "its Ray worker failed" in found.reason
+
+
+def test_the_task_that_is_waited_for_is_cancelled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a result is waited for, in a Ray that stays: nothing of the search goes on computing there."""
+
+    class StubRay:
+        exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayError=OSError)
+        cancelled: ClassVar[list[str]] = []
+
+        def __init__(self) -> None:
+            self.sent = 0
+
+        def remote(self, *given: object) -> Any:
+            self.sent += 1
+            return self if given[0] is task else f"task {self.sent}"
+
+        def get(self, ref: str, timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        def cancel(self, ref: str, force: bool) -> None:
+            self.cancelled.append(f"{ref} {force}")
+
+        is_initialized = options = lambda self, **_: self
+        cluster_resources = lambda self: {"CPU": 1}  # noqa: E731
+        put = lambda self, blob: SimpleNamespace(binary=lambda: b"")  # noqa: E731
+
+    monkeypatch.setitem(sys.modules, "ray", StubRay())
+    of = problem()
+    made = OnRay(of, Programs(of, None), 1.0)
+    first, _ = (made.submit(strategy(FixedTrial(p))) for p in list(points())[:2])
+    with pytest.raises(KeyboardInterrupt):
+        made.result(first)
+    made.close()
+    assert [text.split()[2] for text in StubRay.cancelled] == ["True", "True"]
 
 
 def test_a_search_on_the_ray_that_is_there(tasks: OnRay) -> None:

@@ -25,6 +25,7 @@ from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.program import Cost, Kernel, Program, Signature
 from piper_ir.select import where
+from piper_ir.tools import enough_text
 from piper_simulator import Cluster, cpu_local, load_cluster
 
 
@@ -284,7 +285,8 @@ def test_a_limit_that_nothing_fits_names_the_smallest_that_does() -> None:
     with pytest.raises(NothingFoundError) as caught:
         tune(problem(300), strategy, trials=12, workers=0)
     text = str(caught.value)
-    assert f"the smallest needs {least} bytes (rank " in text and "Set memory_limit to at least that" in text
+    assert f"the smallest needs {enough_text(least)} (rank " in text and "Set memory_limit to at least that" in text
+    assert text.startswith("nothing fits: none of the ") and caught.value.study.exhausted, "the whole space was tried"
     assert caught.value.study.best is None and all(r.reason for r in caught.value.study.rows)
     assert tune(problem(least), strategy, trials=12, workers=0).best is not None
     with pytest.raises(NothingFoundError):

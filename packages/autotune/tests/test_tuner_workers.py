@@ -16,7 +16,7 @@ import pytest
 from optuna.trial import FixedTrial
 
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
-from piper_autotune import evaluators, tune
+from piper_autotune import SearchProgress, evaluators, tune, tuner
 from piper_autotune.evaluators import Here, Processes
 from piper_autotune.problem import Programs, TuningProblem, packed, packed_strategy
 from piper_autotune.scoring import Refused, Scored
@@ -158,6 +158,53 @@ def test_what_a_script_defines_travels_with_its_strategy(monkeypatch: pytest.Mon
     assert b"where(stage=<Stages.SECOND: 1>)" in told.stdout
     odd = Strategy(Mesh(), (), params={"chosen": lambda: 7})  # for the record, whatever it is
     assert pickle.loads(packed_strategy(odd)).params["chosen"]() == 7
+
+
+def test_workers_are_ended_before_an_interrupted_study_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What remains to be done then is small: a strategy whose stages do not depend on costs is not compiled again."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = evaluators._start
+
+    def noted(blob: bytes) -> Any:
+        made = start(blob)
+        started.append(made.process)
+        return made
+
+    def interrupt(now: SearchProgress) -> None:
+        if now.best is not None:
+            raise KeyboardInterrupt
+
+    def compiled_again(*given: Any, **more: Any) -> None:
+        raise AssertionError("nothing is compiled after Ctrl-C")
+
+    def studied(*given: Any) -> Any:
+        assert started and all(process.poll() is not None for process in started), "its workers still compute"
+        return made_study(*given)
+
+    made_study = tuner._study
+    monkeypatch.setattr(evaluators, "_start", noted)
+    monkeypatch.setattr(tuner, "compile_program", compiled_again)
+    monkeypatch.setattr(tuner, "_study", studied)
+    study = tune(problem(), strategy, trials=12, workers=2, progress=interrupt)
+    assert study.interrupted and study.best is not None
+
+
+def test_workers_that_were_started_end_when_the_next_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = evaluators._start
+
+    def interrupted(blob: bytes) -> Any:
+        if started:
+            raise KeyboardInterrupt
+        made = start(blob)
+        started.append(made.process)
+        return made
+
+    monkeypatch.setattr(evaluators, "_start", interrupted)
+    of = problem()
+    with pytest.raises(KeyboardInterrupt):
+        Processes(of, Programs(of, None), 2, TIMEOUT_S)
+    assert started[0].poll() is not None
 
 
 def test_no_process_is_left_behind() -> None:

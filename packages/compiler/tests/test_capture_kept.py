@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper_compiler.capture import capture
+from piper_compiler.capture import capture, dynamo
 from piper_ir.errors import CaptureError
 
 Body = Callable[[Any, Tensor], Tensor]
@@ -321,6 +321,16 @@ def a_buffer_that_is_replaced(layer: Any, x: Tensor) -> Tensor:
     return layer.linear(x) + layer.moving
 
 
+@taken
+def a_flag_that_is_put_back(layer: Any, x: Tensor) -> Tensor:
+    layer.warm, before = True, layer.warm
+    layer.table["now"] = x
+    out = layer.linear(x) * (2 if layer.warm else 1)
+    layer.warm = before
+    del layer.table["now"]
+    return out
+
+
 @pytest.mark.parametrize(
     ("update", "says"),
     [
@@ -358,6 +368,18 @@ def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_makes_no_difference_is_taken(name: str) -> None:
     assert capture(lambda: Model(TAKEN[name]), batch, squared).program.chunks
+
+
+def test_what_a_call_leaves_as_it_found_it_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's models mark the module that was called first, and take the mark away: a second trace costs as much again."""
+
+    def again(calls: Any) -> None:
+        raise RuntimeError("a second call is traced")
+
+    monkeypatch.setattr(dynamo._Calls, "trace_again", again)
+    assert capture(lambda: Model(a_flag_that_is_put_back), batch, squared).program.chunks
+    with pytest.raises(RuntimeError, match="a second call is traced"):
+        capture(lambda: Model(statistics_that_nothing_reads), batch, squared)
 
 
 def test_globals_are_left_as_they_were() -> None:

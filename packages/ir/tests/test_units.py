@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper_ir.tools import flops_text, size_text, time_text
+from piper_ir.tools import enough_text, flops_text, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,14 @@ def test_seconds(value: float, text: str) -> None:
 )
 def test_sizes(value: int, text: str) -> None:
     assert size_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1023, "1023 B"), (1536, "1.5 KiB"), (1537, "1.501 KiB"), ((10 << 30) - 1, "10 GiB"), ((20 << 40) + 1, "20481 GiB")],
+)
+def test_a_size_that_is_to_be_enough_is_rounded_up(value: int, text: str) -> None:
+    assert enough_text(value) == text
 
 
 @pytest.mark.parametrize(

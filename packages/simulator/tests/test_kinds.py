@@ -85,6 +85,21 @@ def test_stages_on_two_types() -> None:
     assert busy[4:] == pytest.approx([each[1]] * 4, rel=3e-3)
 
 
+def test_a_stack_without_a_number_for_a_device_says_so() -> None:
+    """FlashAttention-2 has numbers of Ampere and Hopper: on Blackwell attention counts as a matrix product."""
+    kernel = Kernel("attention", (8, 16, 1024, 1024, 128), "bfloat16", 10**12, 0, lowering="flash")
+    plan = pipeline()
+    attention = {k: replace(s, cost=Cost((kernel,))) for k, s in plan.chunks[0].steps.items()}
+    asked = replace(plan, chunks=(replace(plan.chunks[0], steps=attention), *plan.chunks[1:]))
+    said = "the stack eager has no number for its attention kernel flash-2 on blackwell devices"
+    found = {
+        name: [n for n in simulate(asked, name).notes if "no number" in n] for name in ("b200x8@eager", "h100x8@eager", "b200x8")
+    }
+    assert len(found["b200x8@eager"]) == 1 and said in found["b200x8@eager"][0]
+    assert found["h100x8@eager"] == found["b200x8"] == [], "it has one there; without a stack no kernel has numbers of its own"
+    assert not any("no number" in note for note in simulate(plan, "b200x8@eager").notes), "no attention runs"
+
+
 def test_utilisation_is_of_the_sum_of_peaks() -> None:
     s = simulate(pipeline(), MIXED)
     flops = 4 * 2 * 6e12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +28,9 @@ MOST_CAPTURES = 16
 
 
 _CAPTURES: dict[CaptureKey, Traced | Captured] = {}
+
+_HELD: list[dict[tuple[object, ...], tuple[Job, Traced | Captured]]] = []
+"""The captures by the objects of their jobs, while `captured_once` holds them; jobs are kept, so that ids stay theirs."""
 
 
 _BATCHES: dict[str, str] = {}
@@ -103,10 +108,43 @@ def captured_job(job: Job, evaluating: bool = False) -> Captured:
     return under_policies(layered_by(traced_job(job, evaluating), ()), ())
 
 
+@contextmanager
+def captured_once() -> Iterator[None]:
+    """Capture the same model, batch and loss once inside of the `with`, also where their content cannot be compared.
+
+    It is for what one command or one call does with one job, in which nobody changes what these depend on.
+    """
+    if _HELD:
+        yield
+        return
+    _HELD.append({})
+    try:
+        yield
+    finally:
+        _HELD.clear()
+
+
+def _objects_of(job: Job, evaluating: bool) -> tuple[object, ...]:
+    """Return what is equal for jobs whose fields, as far as a capture sees them, are the same objects."""
+    functions = (job.model, job.batch, job.loss, *job.metrics.values())
+    return (*map(id, functions), *job.metrics, job.precision.key, job.shared_names, job.batch_norm, evaluating)
+
+
 def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
-    """Return a job's model, traced. Jobs that differ only in what capture does not see share one.
+    """Return a job's model, traced; see `captured_once` for how often.
 
     With `evaluating` the model is in eval mode.
+    """
+    if not _HELD:
+        return _traced_anew(job, evaluating)
+    objects = _objects_of(job, evaluating)
+    if objects not in _HELD[-1]:
+        _HELD[-1][objects] = job, _traced_anew(job, evaluating)
+    return _HELD[-1][objects][1]
+
+
+def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
+    """Return a job's model, traced. Jobs that differ only in what capture does not see share one.
 
     A job of which it is not known whether it is like an earlier one is captured anew. Raises CaptureError inside of
     modes of torch that change what is traced.

@@ -12,6 +12,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
+from piper.api.capturing import captured_once
 from piper.api.compiling import Compiled, compile, trained_job
 from piper_compiler import Directive, Strategy, recipes, recompute, shard
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
@@ -46,6 +47,7 @@ SHARING = (2, 8)
 """The numbers of ranks that share states in the plans whose ops on buckets are measured; others are interpolated."""
 
 
+@captured_once()
 def profile(
     job: Job,
     strategy: Strategy,

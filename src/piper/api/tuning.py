@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from piper.api.capturing import captured_once
 from piper.api.clusters import chosen_cluster
 from piper.api.compiling import compile
 from piper.api.job_space import JobSpace
@@ -47,6 +48,7 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, 
 
 
 @checked_call(TuneError)
+@captured_once()
 def tune(
     source: Job | Program | Callable[[Any], Job],
     strategy: Callable[[Any], Strategy],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from piper.api.capturing import captured_job
+from piper.api.capturing import captured_job, captured_once
 from piper.api.compiling import Compiled, compile
 from piper.api.execution import execute
 from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
@@ -13,6 +14,7 @@ from piper_compiler import Strategy
 from piper_compiler.capture import Captured
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
+from piper_ir.tools import working
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
 from piper_runtime.rank import rng_places
@@ -95,6 +97,7 @@ class VerificationReport:
         )
 
 
+@captured_once()
 def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> VerificationReport:
     """Run a strategy in float64 in this process and compare it with the unmodified module under autograd.
 
@@ -105,14 +108,15 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     wide = replace(job.unevaluated, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)
-    run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name
+    with working("running the plan in float64"):  # first: it refuses by name
+        run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)
     plan = compiled.plan
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     layers = compiled.layers.runs if compiled.layers is not None else ()
     random = next((c.id for c in plan.chunks if c.random), "")
-    expected = reference(
-        wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head, layers=layers, whole=not random
-    )
+    divided: dict[str, Any] = {"replicas": plan.replicas, "microbatches": plan.microbatches}
+    with working("training in plain PyTorch"):
+        expected = reference(wide, **divided, steps=steps, head=head, layers=layers, whole=not random)
     _check_random(plan, expected)
     outcome = RunOutcome.of(run)
     beyond, tolerance = compared(outcome, expected, captured_job(wide))
@@ -133,7 +137,8 @@ def _whole_batch(
     names = tuple(a.name for a in compiled.advancing)
     if random:
         return WholeBatch([], names, random)
-    both = differences(outcome, reference(job, steps=steps), tolerance.value)
+    with working("training the whole batch in plain PyTorch"):
+        both = differences(outcome, reference(job, steps=steps), tolerance.value)
     meant = bool(names) or job.batch_norm is not None or job.loss_over == "microbatch"
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names, meant=meant)
 

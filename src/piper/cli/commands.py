@@ -255,8 +255,8 @@ def profile(
         from piper.cli.loading import load_file
         from piper.cli.measuring import measure
 
-        recipe = load_file(file, pairs(params), strategy)
-        measure(recipe, (launcher, address), rows=rows, keep=keep or (), repeats=repeats, out=out, as_json=as_json)
+        loaded, over = load_file(file, pairs(params), strategy), (launcher, address)
+        measure(loaded, over, rows=rows, keep=keep or (), repeats=repeats, out=out, as_json=as_json)
 
 
 @app.command()
@@ -328,21 +328,21 @@ def show(
         from piper.api.compiling import compile
         from piper.api.costs_file import load_costs
         from piper.cli.loading import load_file, load_recipes
-        from piper.views.recipe_view import ChunkTimes, arguments, shown
+        from piper.views.recipe_view import ChunkTimes, arguments, is_table, shown, shown_table
         from piper.views.show import What, show_recipe, show_strategy
 
         what = What(graph, plan, png, csv, lowered, as_json)
+        if recipe is None and is_table(file):
+            return show_recipe(shown_table(file, times, params, strategy, cluster, costs, pp, microbatches, chunks), what)
         check_drawn(recipe, of_files=(strategy, cluster, costs), of_recipes=(pp, microbatches, chunks, times))
         if recipe is not None:
             if file is not None:
                 load_recipes(file)
-            more = arguments(pairs(params)) | {"chunks": chunks, "times": ChunkTimes.parse("1,1,1" if times is None else times)}
-            show_recipe(shown(recipe, pp=pp or 4, microbatches=microbatches or 8, **more), what)
-            return
+            more = arguments(pairs(params)) | {"chunks": chunks, "times": ChunkTimes.parse(times)}
+            return show_recipe(shown(recipe, pp=pp or 4, microbatches=microbatches or 8, **more), what)
         if file is None:
             raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
-        loaded = load_file(file, pairs(params), strategy)
-        known = load_costs(costs) if costs else None
+        loaded, known = load_file(file, pairs(params), strategy), load_costs(costs) if costs else None
         show_strategy(compile(loaded.job, loaded.strategy, costs=known), what, cluster=cluster or "cpu-local", costs=known)
 
 

@@ -147,7 +147,9 @@ def _run(path: Path) -> ModuleType:
     name = f"piper_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`")
+        table = path.suffix.lower() == ".csv"
+        hint = f"; `piper show {path}` draws a schedule, and recipes.from_csv({str(path)!r}) is its directives" if table else ""
+        raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`{hint}")
     from piper_runtime.rank import RECIPE_MARK
 
     module = importlib.util.module_from_spec(spec)

@@ -12,6 +12,7 @@ from piper.cli.loading import JobFile
 from piper.views.costs_table import costs_table
 from piper.views.display import show
 from piper_ir.codec import dumps
+from piper_ir.tools import working
 
 
 def measure(
@@ -27,7 +28,8 @@ def measure(
     """Measure a job with a launcher and the address of its cluster, write the costs to `out`, and print them."""
     check_costs_path(out)
     launcher, cluster = over
-    costs = profile(recipe.job, recipe.strategy, launcher=launcher, cluster=cluster, rows=rows, keep=keep, repeats=repeats)
+    with working("measuring chunks, messages and instructions"):
+        costs = profile(recipe.job, recipe.strategy, launcher=launcher, cluster=cluster, rows=rows, keep=keep, repeats=repeats)
     save_costs(out, costs)
     print(dumps(costs)) if as_json else show(costs_table(costs, title=f"costs of {recipe.path.name}"))
     print(f"costs are in {out}", file=sys.stderr)

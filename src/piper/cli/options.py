@@ -17,7 +17,7 @@ import typer
 from piper.cli.completion import LAUNCHERS, LOSSES, clusters, one_of, parameters, recipe_names
 from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
-from piper_ir.tools import clear_line, shown_on_terminal
+from piper_ir.tools import clear_line, shown_while_working
 
 RUNS, TIMEOUT_S, LOG, LOADER = Path("runs"), 60.0, "jsonl", "thread"
 """The defaults of `piper run`: its folder for results, seconds without progress, logs, and loader."""
@@ -185,7 +185,10 @@ EmulateOption = Annotated[
 LogOption = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
 RecipeFileArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="FILE.py", help="defines `job` and `strategy`; with --recipe, recipes of your own, or is left out"),
+    typer.Argument(
+        metavar="FILE.py",
+        help="defines `job` and `strategy` (with --recipe: your own recipes); or FILE.csv, a schedule of torch's",
+    ),
 ]
 OwnRecipesArgument = Annotated[
     Path | None, typer.Argument(metavar="FILE.py", help="a file that registers recipes of your own; they are listed, too")
@@ -373,7 +376,7 @@ def user_errors(options: Container[str] | None = None) -> Iterator[None]:
     `options` are the parameters of the command that its messages name.
     """
     try:
-        with shown_on_terminal(), plain_warnings(options):
+        with shown_while_working(), plain_warnings(options):
             yield
     except PiperError as e:
         if not e.told_by_another and _to_be_said(str(e)):

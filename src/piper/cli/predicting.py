@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from piper.api.advice import advice
+from piper.api.capturing import captured_once
 from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
@@ -28,7 +29,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
 from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
-from piper_simulator import Cluster, GivenLoad, WhatIf, Zipf, compare, device_type, simulate, why
+from piper_simulator import Cluster, GivenLoad, WhatIf, Why, Zipf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"
 
@@ -128,48 +129,40 @@ def simulated(
     if two and shown != PredictionOutput(as_json=shown.as_json):
         raise JobError("--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two one after the other")
     job_file = load_file(file, params, strategy)
-    if two:
-        predict_two(job_file, other, target, params=params, changes=changes, as_json=shown.as_json)
-    else:
-        predict(job_file, target, shown)
+    with captured_once():
+        if two:
+            predict_two(job_file, other, target, params=params, changes=changes, as_json=shown.as_json)
+        else:
+            predict(job_file, target, shown)
 
 
 def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
-    """Simulate a strategy and print the headline and everything else that `shown` asks for."""
-    name = job_file.path.stem
+    """Simulate a strategy and print the headline and everything else that `shown` asks for, each when it is known."""
+    name, noise = job_file.path.stem, shown.noise
     with working("compiling"):
         cluster, compiled = target.cluster, target.compiled(job_file)
     with working("simulating"):
         result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
-    noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
-    contention = target.contention
-    with working("trying what one word would change"):
-        words = advice(job_file.job, job_file.strategy, compiled.plan, cluster, target.costs, contention=contention)
-    explanation = None
-    if shown.explained:
-        with working("explaining"):
-            explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
-        explanation = replace(
-            explanation,
-            what_if=(
-                *explanation.what_if,
-                *(_what_if(word, explanation.step_s) for word in words),
-                one_more(job_file, compiled, target, explanation.step_s),
-            ),
-        )
     folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
-    if shown.as_json:
-        more: dict[str, Any] = {"distribution": spread.as_dict()} if spread else {}
-        more["one_word"] = [_as_numbers(word) for word in words]
-        print(json.dumps(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})))
-    else:
+    if not shown.as_json:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
         print()
         show(memory_table(result))
-        if helpful := [word for word in words if word.helps]:
-            print("\nwhat one word would change")
-            print("\n".join(word.told(result.period_s) for word in helpful))
+        sys.stdout.flush()  # what follows may take longer than this did
+    with working("trying what one word would change"):
+        advised = advice(job_file.job, job_file.strategy, cluster, target.costs, plan=compiled.plan, contention=target.contention)
+    explanation = explained(job_file, compiled, target, advised.words) if shown.explained else None
+    if shown.as_json:
+        more: dict[str, Any] = {"distribution": spread.as_dict()} if spread else {}
+        more |= {"one_word": [_as_numbers(word) for word in advised.words]}
+        if advised.way_out is not None:
+            change = advised.way_out.change
+            more |= {"way_out": {"tried": advised.way_out.tried, "change": None if change is None else _as_numbers(change)}}
+        print(json.dumps(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})))
+    else:
+        for line in advised.lines(result.period_s):
+            print(line)
         for table in ([distribution_table(spread)] if spread else []) + list(why_tables(explanation) if explanation else ()):
             print()
             show(table)
@@ -182,6 +175,14 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
         if explanation is not None:
             save_explanation(folder, explanation, why_tables(explanation))
         report_at_end(folder, compiled.plan)
+
+
+def explained(job_file: JobFile, compiled: Compiled, target: Target, words: Iterable[OneWord]) -> Why:
+    """Return why the step takes as long as it does, with what other words and one more microbatch would change."""
+    with working("explaining"):
+        found = why(compiled.plan, target.cluster, costs=target.costs, contention=target.contention, load=target.load)
+        more = one_more(job_file, compiled, target, found.step_s)
+    return replace(found, what_if=(*found.what_if, *(_what_if(word, found.step_s) for word in words), more))
 
 
 def _what_if(word: OneWord, now_s: float) -> WhatIf:

@@ -63,7 +63,7 @@ def tune(arguments: TuneArguments) -> Study:
     if a.as_json:
         print(json.dumps(as_numbers(study, folder, rows)))
     else:
-        show_study(study, a.file.name, rows)
+        show_study(study, a.file.name, rows, profiled=a.costs is not None)
     if folder:
         study.save(folder)
         save_origin(folder, a.seed, a.file)

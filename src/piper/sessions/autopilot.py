@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from piper.api.capturing import captured_once
 from piper.api.costs_file import save_costs
 from piper.api.fixed_trial import FixedTrial
 from piper.api.profiling import profile
@@ -16,6 +17,7 @@ from piper.sessions.training import DEFAULTS, Session, Settings, session
 from piper.views.study_view import bar, show_study
 from piper_compiler import Strategy
 from piper_ir.errors import TuneError
+from piper_ir.tools import shown_while_working, working
 from piper_simulator import CPU
 
 if TYPE_CHECKING:
@@ -53,17 +55,23 @@ def loop(
 
     first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))
     folder = new_folder(out, settings.name)
-    with unless_empty(folder), open_pool(settings.launcher, first.mesh.world, cluster=settings.address) as pool:
+    with (
+        shown_while_working(),
+        unless_empty(folder),
+        captured_once(),
+        open_pool(settings.launcher, first.mesh.world, cluster=settings.address) as pool,
+    ):
         print(f"profile on {first.mesh.world} ranks, launcher {settings.launcher}", flush=True)
-        costs = profile(job, first, pool=pool)
+        with working("measuring chunks, messages and instructions"):
+            costs = profile(job, first, pool=pool)
         save_costs(folder / "costs.json", costs)
-        print(f"search {trials} candidates in simulation, confirm {confirm}", flush=True)
+        print(f"search up to {trials} candidates in simulation, confirm {confirm}", flush=True)
         with saved(folder), bar(trials) as progress:
             study = tune(
                 job, strategy, cluster=CPU, costs=costs, trials=trials, confirm=confirm, seed=seed, pool=pool, progress=progress
             )
         study.save(folder)
-        show_study(study, settings.name, job.global_batch)
+        show_study(study, settings.name, job.global_batch, profiled=True)
         if study.best is None:
             raise TuneError("no candidate can be trained; the table above says why")
         return session(job, study.best, steps=steps, settings=replace(settings, costs=costs, folder=folder, pool=pool))

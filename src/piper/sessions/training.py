@@ -23,7 +23,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.expert_tokens import counts_tokens
 from piper_ir.memory import on_device
-from piper_ir.tools import size_text
+from piper_ir.tools import size_text, working
 from piper_report import beside_table
 from piper_simulator import Cluster, Simulation, device_type, simulate, why
 
@@ -113,7 +113,8 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     costs = settings.durations()
     fallbacks = settings.fallbacks if settings.on_loss == "replan" else None
     check_on_loss(settings.on_loss, fallbacks, settings.restarts, settings.launcher)
-    compiled = compile(job, strategy, costs=costs)
+    with working("compiling"):
+        compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s, settings.loader)
     begin = settings.first_step()
     folder = settings.folder  # made before hours of training, not after
@@ -122,10 +123,9 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     with unless_empty(folder):
         cluster = devices_of_runs(compiled.plan.mesh.world)
         compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
-        prediction = simulate(compiled.plan, cluster, costs=costs)
+        prediction = _predicted(compiled, cluster, costs, folder)
         if folder is not None:
             save_plan(folder, compiled.plan, strategy)
-            _save_predicted(folder, compiled, prediction, cluster, costs)
             save_origin(folder, job.seed)
         print(
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
@@ -146,6 +146,15 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         if made is not None and made.experts is not None:
             show(made.experts)
     return Session(compiled, prediction, run, folder)
+
+
+def _predicted(compiled: Compiled, cluster: Cluster, costs: Costs | None, folder: Path | None) -> Simulation:
+    """Return the prediction; write it, and why, into a folder."""
+    with working("predicting"):
+        prediction = simulate(compiled.plan, cluster, costs=costs)
+        if folder is not None:
+            _save_predicted(folder, compiled, prediction, cluster, costs)
+    return prediction
 
 
 def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
@@ -173,10 +182,9 @@ def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -
     compiled, strategy = replanner.compiled, replanner.strategy
     assert strategy is not None
     cluster = devices_of_runs(compiled.plan.mesh.world)
-    prediction = simulate(compiled.plan, cluster, costs=costs)
+    prediction = _predicted(compiled, cluster, costs, folder)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
-        _save_predicted(folder, compiled, prediction, cluster, costs)
     print(f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices were lost")
     return compiled, prediction
 

@@ -1,4 +1,4 @@
-"""Show a recipe: compiled for a synthetic program, simulated, drawn with its numbers; and list all recipes."""
+"""Show a recipe or a table of torch's: compiled for a synthetic program, simulated, drawn with its numbers; list all recipes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from piper.api.compiling import Compiled, compile
-from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, synthetic
+from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, read_schedule_csv, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
 from piper_ir.codec import unique_keys
@@ -39,8 +40,10 @@ class ChunkTimes:
     O: float | None = None  # noqa: E741 - the field's name for an overlapped pair
 
     @staticmethod
-    def parse(text: str) -> ChunkTimes:
-        """Read `--times 3,4,2` or `--times 1,1,1,2.5`; raise JobError for anything else."""
+    def parse(text: str | None) -> ChunkTimes:
+        """Read `--times 3,4,2` or `--times 1,1,1,2.5`; None stands for a second each. Raises JobError for anything else."""
+        if text is None:
+            return ChunkTimes()
         try:
             numbers = [float(x) for x in text.split(",")]
         except ValueError:
@@ -89,7 +92,7 @@ class SimulatedRecipe:
         return (
             f"{self.recipe.name}: makespan {time_text(simulation.step_s)}, {bubble} first and last instruction\n"
             f"peak {peaks} activations of a chunk on {'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n"
-            f"{self.recipe.formula}; peak {self.recipe.peak} on device r"
+            f"{self.recipe.formula}" + f"; peak {self.recipe.peak} on device r" * bool(self.recipe.peak)
         )
 
 
@@ -110,10 +113,33 @@ def shown(
     recipe = find(name)
     times = times or ChunkTimes()
     directives = directives_of(recipe, pp, microbatches, chunks, times, more)
-    strategy = Strategy(Mesh(pp=pp), directives)
+    return _simulated(recipe, Strategy(Mesh(pp=pp), directives), times, activation)
+
+
+def is_table(file: Path | None) -> TypeGuard[Path]:
+    """Return whether a file is a table of torch.distributed.pipelining, by its name."""
+    return file is not None and file.suffix.lower() == ".csv"
+
+
+def shown_table(file: Path, times: str | None, *others: object) -> SimulatedRecipe:
+    """Compile and simulate a table of torch.distributed.pipelining.
+
+    Raises FormatError for a file that is none, and JobError where one of the `others` is given, which have no use here.
+    """
+    if any(option is not None for option in others):
+        raise JobError(f"{file} is drawn with the durations of --times; leave out options of strategies and of recipes")
+    table = read_schedule_csv(file)
+    facts = f"{len(table.rows)} devices, {table.stages} stages, {table.microbatches} microbatches"
+    found = Recipe(file.name, lambda: table.directives(), "a table of torch.distributed.pipelining", facts, "", "")
+    return _simulated(found, Strategy(Mesh(pp=len(table.rows)), found.make()), ChunkTimes.parse(times), 1)
+
+
+def _simulated(recipe: Recipe, strategy: Strategy, times: ChunkTimes, activation: int) -> SimulatedRecipe:
     stages = stages_of(strategy.directives)
     if stages is None:
-        raise FormatError(f"recipe {name} has no partition, so its stages are not known; begin it with partition(stages=...)")
+        raise FormatError(
+            f"recipe {recipe.name} has no partition, so its stages are not known; begin it with partition(stages=...)"
+        )
     program = synthetic(stages=stages, F=times.F, I=times.I, W=times.W, overlap=times.O, activation=activation)
     compiled = compile(program, strategy, options=Options(fuse=False))  # chunks that follow each other are drawn apart
     return SimulatedRecipe(recipe, compiled, simulate(compiled.plan))

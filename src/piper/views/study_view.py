@@ -16,7 +16,7 @@ from piper.views.strategy_facts import StrategyFacts, facts_of
 from piper_autotune import RULES, SearchProgress, Study, value_text
 from piper_ir.study import Row, limit_text
 from piper_ir.study_groups import folded_text, indifferent_text
-from piper_ir.tools import size_text, time_text
+from piper_ir.tools import size_text, time_text, working
 from piper_report import FAR, Table
 
 GOALS = {"tokens_per_s_per_device": "tokens", "dollars_per_token": "price"}
@@ -25,10 +25,10 @@ SHOWN = 10
 """The number of rows of the table on the screen."""
 
 
-def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
+def show_study(study: Study, name: str, global_batch: int | None = None, *, profiled: bool = False) -> None:
     """Print the best candidates, those that are equal folded into one, how many were rejected for what, and the rules.
 
-    `global_batch` is the job's, for the rows of a microbatch.
+    `global_batch` is the job's, for the rows of a microbatch; `profiled` says that the search had measured costs.
     """
     groups = study.folded()[:SHOWN]
     shown = [group.best.as_dict() for group in groups]
@@ -36,9 +36,10 @@ def show_study(study: Study, name: str, global_batch: int | None = None) -> None
     notes += [text] if (text := indifferent_text(study.rows)) else []
     notes += [f"what one word would change in the best: {text}" for text in study.advice]
     notes += [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
+    notes += [f"warning: {_params(row)}: {row['reason']}" for row in study.rejected() if row["kind"] == "confirmation"]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
-    notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown)
+    notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown, profiled)
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
     head: tuple[str, ...] = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
@@ -54,17 +55,25 @@ def show_study(study: Study, name: str, global_batch: int | None = None) -> None
 def _counted(study: Study) -> str:
     """Return how many candidates were scored; those that a rule rejected cost no trial."""
     by_rule = sum(row.kind in RULES for row in study.rows)
+    more = [f"{by_rule} more rejected by rules before compiling"] if by_rule else []
+    more += [f"{study.repeated} proposals were plans known already"] if study.repeated else []
+    more += ["the space has no others"] if study.exhausted else []
     scored = f"best of {len(study.rows) - by_rule} candidates"
-    return f"{scored} ({by_rule} more rejected by rules before compiling)" if by_rule else scored
+    return f"{scored} ({'; '.join(more)})" if more else scored
 
 
-def _far(shown: list[dict[str, Any]]) -> list[str]:
-    """Return advice where a prediction is far from the measurement."""
+def _far(shown: list[dict[str, Any]], profiled: bool) -> list[str]:
+    """Return advice where a prediction is far from the measurement; `profiled` costs may be of a busy machine."""
     errors = [row["error"] for row in shown if row["error"] is not None]
     if all(1 / FAR <= 1 + error <= FAR for error in errors):
         return []
     worst = max(errors, key=lambda error: abs(log(max(1 + error, 1e-9))))
-    hint = "run `piper profile FILE.py --out costs.json` on this machine, then search with --costs costs.json"
+    hint = (
+        "the costs were measured on this machine, which may have had other work then, or while the candidate ran; repeat both "
+        "when it has none"
+        if profiled
+        else "run `piper profile FILE.py --out costs.json` on this machine, then search with --costs costs.json"
+    )
     return [f"warning: predicted / measured is {1 + worst:.2f}: {hint}"]
 
 
@@ -129,13 +138,17 @@ def _shown(row: dict[str, Any], facts: StrategyFacts | None) -> tuple[str, ...]:
 
 @contextmanager
 def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
-    """Draw a progress bar with the best so far, on a terminal only."""
+    """Show how far a search is and its best so far: by a bar on a terminal, by lines in a pipe."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
+    if not sys.stderr.isatty():
+        with working(f"searching {trials} candidates") as name:
+            yield lambda now: name(f"candidate {now.done} of {now.trials}; {_best_text(now.best)}; {now.rejected} rejected")
+        return
     columns = (TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as drawn:
+    with Bar(*columns, console=Console(file=sys.stderr), transient=True) as drawn:
         task = drawn.add_task("no candidate fits yet", total=trials)
 
         def show(now: SearchProgress) -> None:

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from piper_autotune.confirm import Confirmation
     from piper_autotune.jobs import JobCase, JobCases
     from piper_autotune.objective import OBJECTIVES, Objective, check_objective, value_text
-    from piper_autotune.one_word import OneWord, score_here
+    from piper_autotune.one_word import OneWord, ScoredHere, WayOut
     from piper_autotune.problem import TuningProblem, Wanted
     from piper_autotune.rules import RULES
+    from piper_autotune.scoring import Scored
     from piper_autotune.search import SearchProgress
     from piper_autotune.study import NothingFoundError, SearchError, Study
     from piper_autotune.tuner import tune
@@ -28,13 +29,15 @@ __all__ = [
     "NothingFoundError",
     "Objective",
     "OneWord",
+    "Scored",
+    "ScoredHere",
     "SearchError",
     "SearchProgress",
     "Study",
     "TuningProblem",
     "Wanted",
+    "WayOut",
     "check_objective",
-    "score_here",
     "tune",
     "value_text",
 ]
@@ -48,12 +51,14 @@ _HOME = {
     "NothingFoundError": "study",
     "Objective": "objective",
     "OneWord": "one_word",
+    "Scored": "scoring",
+    "ScoredHere": "one_word",
     "SearchError": "study",
     "SearchProgress": "search",
     "Study": "study",
     "TuningProblem": "problem",
     "Wanted": "problem",
-    "score_here": "one_word",
+    "WayOut": "one_word",
     "check_objective": "objective",
     "tune": "tuner",
     "value_text": "objective",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from piper_autotune.problem import TuningProblem
+from piper_autotune.rules import TOO_MUCH
 from piper_autotune.search import StrategySearch
 from piper_ir.study import Row
-from piper_ir.tools import size_text
+from piper_ir.tools import enough_text, size_text
 
-MEMORY_KINDS = ("memory", "states", "activations")
+MEMORY_KINDS = ("memory", *TOO_MUCH)
 MOST_COMPILED = 32
 """The most candidates compiled, when nothing fits, to find the smallest limit that fits one."""
 
@@ -17,20 +18,27 @@ MOST_COMPILED = 32
 def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
     """Return the message for the user."""
     rows = list(search.rows.values())
-    too_much = [r for r in rows if r.kind in MEMORY_KINDS]
-    if too_much and problem.memory_limit is not None:
-        least = _smallest(search, too_much)
-        if least is not None:
-            return (
-                f"none of {len(rows)} candidates fits into {size_text(problem.memory_limit)}; the smallest needs "
-                f"{least.device_bytes} bytes ({least.reason}; params {dict(least.params)}). {_way_out(problem, least)} "
-                "choices that hold less: more stages, smaller microbatches, fewer of them in flight"
-            )
     if not rows:
         return "the search ended without a candidate: the sampler proposed nothing that could be scored"
+    too_much = [r for r in rows if r.kind in MEMORY_KINDS]
+    least = _smallest(search, too_much) if problem.memory_limit is not None else None
+    if least is not None and problem.memory_limit is not None:
+        some = _counted(search, len(rows))
+        return (
+            f"{some} fits into {size_text(problem.memory_limit)}; the smallest needs {enough_text(least.device_bytes or 0)} "
+            f"({least.reason}; params {dict(least.params)}). {_way_out(problem, least)} "
+            "choices that hold less: more stages, smaller microbatches, fewer of them in flight"
+        )
     kind, count = Counter(str(r.kind) for r in rows).most_common(1)[0]
     first = next(r for r in rows if r.kind == kind)
     return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
+
+
+def _counted(search: StrategySearch, count: int) -> str:
+    """Return the beginning of a message: of a whole space it is known that nothing fits, else of what was tried."""
+    if search.exhausted:
+        return f"nothing fits: none of the {count} candidates of this space"
+    return f"none of the {count} candidates that were tried (there are more, so give more trials)"
 
 
 def _way_out(problem: TuningProblem, least: Row) -> str:

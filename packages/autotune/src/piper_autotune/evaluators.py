@@ -106,8 +106,12 @@ class Processes:
         self._queue: deque[int] = deque()
         self._outcomes: dict[int, Outcome] = {}
         self._workers: list[_Worker] = []
-        for _ in range(count):
-            self._workers.append(_start(self._blob))
+        try:
+            for _ in range(count):
+                self._workers.append(_start(self._blob))
+        except BaseException:  # Ctrl-C, too: nobody has this object yet, to close it
+            self.close()
+            raise
 
     def submit(self, strategy: Strategy, engine: bool = False) -> int:
         self._jobs.append((packed_strategy(strategy), engine))

@@ -60,14 +60,15 @@ class OnRay:
     def result(self, ticket: int) -> Outcome:
         errors = self._ray.exceptions
         while True:
-            ref = self._refs.pop(ticket)
+            ref = self._refs[ticket]  # it stays there until it is done, so that an interrupted search cancels it
             try:
                 found = self._ray.get(ref, timeout=self._timeout_s)
             except errors.GetTimeoutError:
                 self._ray.cancel(ref, force=True)
-                return Refused("hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended")
+                found = Refused("hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended")
             except errors.RayError as e:
-                return Refused("crash", f"its Ray worker failed: {ray_reason(e)}")
+                found = Refused("crash", f"its Ray worker failed: {ray_reason(e)}")
+            del self._refs[ticket]
             if not isinstance(found, Needs):
                 outcome: Outcome = found
                 return outcome
@@ -77,3 +78,4 @@ class OnRay:
     def close(self) -> None:
         for ref in self._refs.values():
             self._ray.cancel(ref, force=True)
+        self._refs.clear()

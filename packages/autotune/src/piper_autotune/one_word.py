@@ -5,11 +5,12 @@ A person who writes a strategy seldom knows all arguments of its directives, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from piper_autotune.evaluators import Evaluator, Here, Outcome
 from piper_autotune.problem import Programs, TuningProblem, Under
+from piper_autotune.rules import PruningRules
 from piper_autotune.scoring import Scored
 from piper_compiler import Strategy
 from piper_compiler.directives import Directive, partition, replicate
@@ -30,11 +31,13 @@ class OneWord:
         words: the directive with the argument.
         before: the prediction without it.
         after: the prediction with it.
+        strategy: the strategy with it.
     """
 
     words: str
     before: Scored
     after: Scored
+    strategy: Strategy | None = None
 
     @property
     def period_change(self) -> float:
@@ -93,28 +96,66 @@ def alternatives(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
             yield words, Strategy(strategy.mesh, (*items[:k], changed, *items[k + 1 :]), params=strategy.params)
 
 
-def score_here(
-    problem: TuningProblem,
-    strategy: Strategy,
-    at_rows: Callable[[int], Program] | None = None,
-    under: Under | None = None,
-    *,
-    engine: bool,
-) -> tuple[OneWord, ...]:
-    """Return what each alternative of a strategy changes, scored in this process; see `one_word` and `tune`."""
-    return one_word(Here(problem, Programs(problem, at_rows, under)), strategy, engine=engine)
-
-
 def one_word(evaluator: Evaluator, strategy: Strategy, *, engine: bool, before: Scored | None = None) -> tuple[OneWord, ...]:
     """Return what each alternative changes, without those that cannot be compiled; `before` is a score that is known.
 
     Both sides are scored in the same way: by the event engine, or by the sweep, which knows no contention.
     """
-    asked = [(words, evaluator.submit(other, engine)) for words, other in alternatives(strategy)]
+    asked = [(words, other, evaluator.submit(other, engine)) for words, other in alternatives(strategy)]
     if not asked:
         return ()
     own: Outcome = evaluator.result(evaluator.submit(strategy, engine)) if before is None else before
-    found = [(words, evaluator.result(ticket)) for words, ticket in asked]
+    found = [(words, other, evaluator.result(ticket)) for words, other, ticket in asked]
     if not isinstance(own, Scored):
         return ()
-    return tuple(OneWord(words, own, after) for words, after in found if isinstance(after, Scored))
+    return tuple(OneWord(words, own, after, other) for words, other, after in found if isinstance(after, Scored))
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Say how a plan that does not fit can be made to fit.
+
+    Attributes:
+        change: the first change that fits, with its price; None where none of those tried does.
+        tried: how many changes were tried.
+        least: of those that were compiled and do not fit, the one that holds least.
+    """
+
+    change: OneWord | None
+    tried: int
+    least: OneWord | None = None
+
+
+class ScoredHere:
+    """Score one strategy beside others of the same problem, in this process."""
+
+    def __init__(
+        self, problem: TuningProblem, at_rows: Callable[[int], Program] | None = None, under: Under | None = None, *, engine: bool
+    ) -> None:
+        programs = Programs(problem, at_rows, under)
+        self._evaluator, self._rules, self._engine = Here(problem, programs), PruningRules(problem, programs), engine
+
+    def score(self, strategy: Strategy) -> Outcome:
+        """Return the score of a strategy, or why there is none."""
+        return self._evaluator.result(self._evaluator.submit(strategy, self._engine))
+
+    def one_word(self, strategy: Strategy, before: Scored | None = None) -> tuple[OneWord, ...]:
+        """Return what each alternative of a strategy changes; `before` is its own score, where that is known."""
+        return one_word(self._evaluator, strategy, engine=self._engine, before=before)
+
+    def way_out(self, before: Scored, changes: Iterable[tuple[str, Strategy]]) -> WayOut:
+        """Return the first change that fits; what cannot fit by its lower bounds is not compiled."""
+        tried, least = 0, None
+        for words, strategy in changes:
+            tried += 1
+            if self._rules.check(strategy) is not None:
+                continue
+            after = self.score(strategy)
+            if not isinstance(after, Scored):
+                continue
+            found = OneWord(words, before, after, strategy)
+            if not after.reason:
+                return WayOut(found, tried)
+            if least is None or after.device_bytes < least.after.device_bytes:
+                least = found
+        return WayOut(None, tried, least)

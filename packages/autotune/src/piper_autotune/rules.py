@@ -8,7 +8,7 @@ that save less. A strategy with a user's directives is never pruned, except by i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.sketch import Sketch, Sketches
@@ -28,6 +28,8 @@ RULES: Mapping[str, str] = {
     "best candidates known",
 }
 """The meaning of each rule, by name, in the order in which they are tried."""
+TOO_MUCH = ("states", "buckets", "activations")
+"""The rules that reject for memory."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,12 @@ class Pruned:
     Attributes:
         period_s: a lower bound of the period; None where the rule does not look.
         device_bytes: a lower bound of the memory; None where the rule does not look.
-        over: by how much the limit is exceeded, as a fraction of it.
     """
 
     rule: str
     reason: str
     period_s: float | None = None
     device_bytes: int | None = None
-    over: float = 0.0
 
 
 class PruningRules:
@@ -59,26 +59,35 @@ class PruningRules:
         cluster = self._problem.cluster
         if cluster is not None and strategy.mesh.world > cluster.devices:
             has = f"{cluster.name} has {cluster.devices} devices"
-            return _pruned("devices", f"{strategy.mesh} has {strategy.mesh.world} ranks, {has}", over=1.0)
+            return _pruned("devices", f"{strategy.mesh} has {strategy.mesh.world} ranks, {has}")
         sketch = self._sketches.sketch(strategy)
         if sketch is None:
             return None
         rows = self._sketches.rows(sketch)
         if rows is None:
             parts = f"{sketch.microbatches} microbatches x {sketch.replicas} replicas"
-            return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}", over=1.0)
-        return self._memory(sketch, rows) or self._time(strategy, sketch, rows, known_s)
+            return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}")
+        return self._memory(sketch, rows, sharp=known_s == float("inf")) or self._time(strategy, sketch, rows, known_s)
 
-    def _memory(self, sketch: Sketch, rows: int) -> Pruned | None:
+    def _memory(self, sketch: Sketch, rows: int, sharp: bool) -> Pruned | None:
+        """Return the first rule of memory that rejects a sketch; `sharp` bounds say how far it is from fitting.
+
+        While little is known that fits, a search follows these bounds, so that those of all rules count.
+        """
         limit = self._problem.memory_limit
         if limit is None:
             return None
+        first: Pruned | None = None
         for rule, by_role in self._held(sketch, rows):
             on_device = [(self._sketches.on_device(sketch, nbytes, role), role, what) for role, (nbytes, what) in by_role.items()]
             held, role, what = max(on_device, default=(0, "", ""))
-            if held > limit:
-                return _too_much(rule, role, held, limit, what)
-        return None
+            if first is None and held > limit:
+                first = _too_much(rule, role, held, limit, what)
+            elif first is not None and held > (first.device_bytes or 0):
+                first = replace(first, device_bytes=held)
+            if first is not None and not sharp:
+                break
+        return first
 
     def _held(self, sketch: Sketch, rows: int) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
         """Yield for each rule of memory the bytes that every role holds at least, and what they are."""
@@ -104,8 +113,8 @@ class PruningRules:
 def _too_much(rule: str, role: str, held: int, limit: int, what: str) -> Pruned:
     more = f"{size_text(held - limit)} more than the limit of {size_text(limit)}"
     text = f"role {role} needs at least {size_text(held)} for {what}, {more}"
-    return _pruned(rule, text, device_bytes=held, over=held / limit - 1)
+    return _pruned(rule, text, device_bytes=held)
 
 
-def _pruned(rule: str, text: str, *, period_s: float | None = None, device_bytes: int | None = None, over: float = 0.0) -> Pruned:
-    return Pruned(rule, f"rule {rule}: {text}", period_s, device_bytes, over)
+def _pruned(rule: str, text: str, *, period_s: float | None = None, device_bytes: int | None = None) -> Pruned:
+    return Pruned(rule, f"rule {rule}: {text}", period_s, device_bytes)

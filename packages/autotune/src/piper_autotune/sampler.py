@@ -33,6 +33,7 @@ class GuidedSampler(BaseSampler):
     """
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._tpe = TPESampler(seed=seed, n_startup_trials=START)
         self._random = random.Random(seed)
         self._chosen: dict[str, Any] = {}

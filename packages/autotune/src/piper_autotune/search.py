@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BruteForceSampler
 from optuna.trial import TrialState
 
 from piper_autotune.evaluators import Evaluator, Outcome
 from piper_autotune.jobs import JobCases
 from piper_autotune.problem import TuningProblem
-from piper_autotune.rules import RULES, Pruned, PruningRules
+from piper_autotune.rules import RULES, TOO_MUCH, Pruned, PruningRules
+from piper_autotune.sampler import GuidedSampler
 from piper_autotune.scoring import Refused, Scored
 from piper_autotune.space import Space, SpaceError, StrategyFunction, again
 from piper_compiler import Strategy, directives
@@ -28,9 +31,15 @@ from piper_ir.study import Row, objective_of
 LEADERS = 5
 """The number of candidates that the event engine scores again; pruning by time keeps at least as many."""
 REPEATS = 50
-"""The number of known candidates proposed in a row after which a search ends early."""
+"""The number of known candidates proposed in a row after which a search goes through its space one by one."""
+MOST_REPEATS = 500
+"""The number of known candidates in a row after which a search ends that does so already, or cannot."""
+MOST_VALUES = 1_000
+"""The most values of a parameter of a space that is gone through one by one."""
 PRUNED = 4
-"""The number of candidates per trial that rules may reject before a search ends early."""
+"""The number of candidates per trial that rules may reject for nothing; each one more costs a trial."""
+UNUSABLE = 1e6
+"""The part of the limit by which a candidate without any plan counts as exceeding it: more than any with one."""
 ATTRIBUTE = "piper"
 
 
@@ -83,11 +92,13 @@ class StrategySearch:
         self.strategies: dict[int, Strategy] = {}
         self.pruned: Counter[str] = Counter()
         self.interrupted = False
+        self.exhausted = False
+        self.repeated = 0
         self._space = Space()
         self._known: dict[object, int] = {}
         self._pending: deque[_Pending] = deque()
         self._spent = 0
-        self._ended = False
+        self._ended = self._one_by_one = False
 
     def resume(self) -> None:
         """Continue an earlier search in the storage; its unfinished candidates count as failed."""
@@ -103,12 +114,12 @@ class StrategySearch:
             self._learn(row, strategy)
 
     def run(self) -> None:
-        """Search until the trials are spent, nothing new is proposed any more, or Ctrl-C."""
+        """Search until the trials are spent, the space is at its end, nothing new is proposed any more, or Ctrl-C."""
         try:
             repeats = 0
-            while self._spent < self.trials and repeats < REPEATS and not self._ended:
+            while self._spent < self.trials and not self._ended:
                 repeats = 0 if self._propose() else repeats + 1
-                if self.pruned.total() > PRUNED * self.trials:
+                if repeats >= REPEATS and not self._goes_on(repeats):
                     break
                 while len(self._pending) >= self.evaluator.width:
                     self._settle()
@@ -119,6 +130,16 @@ class StrategySearch:
             for item in self._pending:
                 self._tell(item.trial, None, TrialState.FAIL)
             self._pending.clear()
+
+    def _goes_on(self, repeats: int) -> bool:
+        """Return whether to propose more after so many known candidates in a row: those of the space that are left."""
+        ours = self._one_by_one
+        if isinstance(self.study.sampler, GuidedSampler):
+            ours = True
+            if _is_finite(self.study):
+                self.study.sampler = BruteForceSampler(self.study.sampler.seed)
+                self._one_by_one = True
+        return ours and repeats < MOST_REPEATS
 
     def rescore(self) -> None:
         """Score the leaders again with the event engine, and their successors when one of them is refused there."""
@@ -155,6 +176,7 @@ class StrategySearch:
             return self._failed(trial, str(e))
         known = self._known.get(self._identity(strategy))
         if known is not None:
+            self.repeated += 1
             self._pending.append(_Pending(trial, strategy, None, known))
             return False
         pruned = self.rules.check(strategy, self._threshold() / self.problem_of(strategy).weight(strategy))
@@ -174,19 +196,17 @@ class StrategySearch:
             self._known[point] = trial.number
             self._spent += 1
             self._record(trial, Row(trial.number, "rejected", dict(trial.params), reason=reason, kind="strategy"))
-        self._tell(trial, None, TrialState.PRUNED)
+        self._tell_row(trial, self.rows[self._known[point]])
         return new
 
     def _prune(self, trial: Any, strategy: Strategy, pruned: Pruned) -> None:
         row = Row(
             trial.number, "rejected", strategy.params, reason=pruned.reason, kind=pruned.rule, device_bytes=pruned.device_bytes
         )
-        self.pruned[pruned.rule] += 1
+        self._count(row)
         self._learn(row, strategy)
         self._record(trial, row)
-        if pruned.over > 0:
-            trial.set_constraint("fits", pruned.over)
-        self._tell(trial, None, TrialState.PRUNED)
+        self._tell_row(trial, row)
 
     def _settle(self) -> None:
         """Tell the oldest candidate's outcome to the sampler."""
@@ -201,13 +221,21 @@ class StrategySearch:
         self._pending.popleft()
 
     def _tell_row(self, trial: Any, row: Row) -> None:
-        limit = self.problem.memory_limit
+        """Tell the sampler what a candidate is worth, and how far it is from fitting, which leads to those that fit."""
+        over = self._over(row)
+        if over is not None:
+            trial.set_constraint("fits", over)
         if row.period_s is None:
             self._tell(trial, None, TrialState.PRUNED)
-            return
-        if limit is not None and row.device_bytes is not None:
-            trial.set_constraint("fits", row.device_bytes / limit - 1)
-        self._tell(trial, objective_of(row), TrialState.COMPLETE)
+        else:
+            self._tell(trial, objective_of(row), TrialState.COMPLETE)
+
+    def _over(self, row: Row) -> float | None:
+        """Return by which part of the limit a candidate exceeds it, at least; None where memory did not decide."""
+        limit = self.problem.memory_limit
+        if row.kind in (*TOO_MUCH, "memory") or row.state == "complete":
+            return None if limit is None or row.device_bytes is None else row.device_bytes / limit - 1
+        return None if row.kind == "slower" else UNUSABLE
 
     def _tell(self, trial: Any, value: float | None, state: TrialState) -> None:
         try:
@@ -215,7 +243,7 @@ class StrategySearch:
         except RuntimeError as e:  # how samplers that enumerate a space say that it is at its end
             if "Study.stop" not in str(e):
                 raise
-            self._ended = True
+            self._ended, self.exhausted = True, self._one_by_one
 
     def _record(self, trial: Any, row: Row) -> None:
         trial.set_user_attr(ATTRIBUTE, row.as_dict())
@@ -232,9 +260,10 @@ class StrategySearch:
             self._known[self._identity(strategy)] = row.number
 
     def _count(self, row: Row) -> None:
+        """Count a candidate as a trial, or as one that a rule rejects for nothing."""
         if row.kind in RULES:
             self.pruned[str(row.kind)] += 1
-        else:
+        if row.kind not in RULES or self.pruned.total() > PRUNED * self.trials:
             self._spent += 1
 
     def _threshold(self) -> float:
@@ -257,6 +286,21 @@ class StrategySearch:
         if problem.objective == "period" or row.period_s is None:
             return row
         return replace(row, value=row.period_s * problem.weight(strategy))
+
+
+def _is_finite(study: optuna.Study) -> bool:
+    """Return whether every parameter that was seen has few values, so that a space can be gone through one by one."""
+    seen = {d for trial in study.get_trials(deepcopy=False) for d in trial.distributions.values()}
+    return all(_values(d) <= MOST_VALUES for d in seen)
+
+
+def _values(distribution: BaseDistribution) -> float:
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            return len(choices)
+        case IntDistribution(low=low, high=high, step=step) | FloatDistribution(low=low, high=high, step=int() | float() as step):
+            return (high - low) / step + 1
+    return float("inf")
 
 
 def _simplest(strategy: Strategy) -> Strategy:

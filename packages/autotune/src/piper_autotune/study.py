@@ -43,6 +43,8 @@ class Study(Brief):
     device_limits: Mapping[str, int] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
     objective: Objective = "period"
+    repeated: int = 0
+    exhausted: bool = False
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield where was searched, how many candidates there were, and the best of them."""
@@ -92,7 +94,7 @@ class Study(Brief):
         best = self.best_row
         number = None if best is None else best.number
         head = (self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
-        document = StudyDocument(*head, self.device_limits, self.advice, self.objective)
+        document = StudyDocument(*head, self.device_limits, self.advice, self.objective, self.repeated, self.exhausted)
         try:
             write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
@@ -111,7 +113,8 @@ class Study(Brief):
         found = loads(StudyDocument, text, str(path))
         strategies = {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
         head = (found.cluster, found.memory_limit, found.seed, found.trials, found.rules, found.interrupted)
-        return Study(*head, strategies, found.device_limits, found.advice, cast(Objective, found.objective))
+        tail = (found.device_limits, found.advice, cast(Objective, found.objective), found.repeated, found.exhausted)
+        return Study(*head, strategies, *tail)
 
 
 def _rank(row: Row) -> tuple[bool, float, int]:

@@ -25,7 +25,7 @@ from piper_autotune.search import LEADERS, SearchProgress, StrategySearch
 from piper_autotune.space import StrategyFunction, space_key
 from piper_autotune.storage import open_study, quiet, storage_errors, unusable
 from piper_autotune.study import NothingFoundError, SearchError, Study
-from piper_compiler import Strategy, compile_program, with_fixed_stages
+from piper_compiler import Strategy, compile_program, depends_on_costs, with_fixed_stages
 from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
@@ -64,8 +64,8 @@ def tune(
         strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy.
         at_rows: as in `compile_program`.
         under: the program under policies of recomputation and shardings, at a number of rows.
-        trials: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
-            rejects are free.
+        trials: candidates that are compiled and scored (or whose function raises). Known ones are free, and so are
+            those that a rule rejects, up to four per trial; each one more costs a trial.
         confirm: how many of the best candidates are run by `measure`.
         measure: runs a strategy.
         seed: the seed of the sampler.
@@ -109,6 +109,8 @@ def tune(
             )  # fmt: skip
             search.resume()
             search.run()
+            if search.interrupted and evaluator is None:
+                ours.close()  # before anything else is computed
             return _result(search, problem, programs, seed, confirm, measure)
         except OptunaError as e:
             search.interrupted = True
@@ -198,7 +200,7 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
     found = Study(
         cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept, problem.device_limits,
-        objective=problem.objective,
+        objective=problem.objective, repeated=search.repeated, exhausted=search.exhausted,
     )  # fmt: skip
     if found.best is None or found.best_row is None:
         return found
@@ -209,7 +211,12 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
 
 
 def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:
-    """Return the best strategy as it was scored and run, whatever costs its later users have."""
+    """Return the best strategy as it was scored and run, whatever costs its later users have.
+
+    It is compiled for that only where its stages depend on costs.
+    """
+    if not depends_on_costs(strategy):
+        return strategy
 
     def at(rows: int) -> Program:
         return programs.exact(wanted_by(strategy, problem.program, rows)) or problem.program

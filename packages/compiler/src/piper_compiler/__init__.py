@@ -13,6 +13,7 @@ from piper_compiler.compile import (
     apply_directives,
     compile_program,
     compiled,
+    depends_on_costs,
     split_mesh,
     with_fixed_stages,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "build_graph",
     "compile_program",
     "compiled",
+    "depends_on_costs",
     "describe",
     "directive",
     "fail",

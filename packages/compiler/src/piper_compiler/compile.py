@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from piper_compiler.build import build_graph
-from piper_compiler.directives import Directive, asked_by_model, describe
+from piper_compiler.directives import Directive, asked_by_model, describe, partition
 from piper_compiler.directives.base import Settling
 from piper_compiler.directives.replicate import check_rows
 from piper_compiler.durations import InstructionSeconds
@@ -46,6 +46,7 @@ __all__ = [
     "apply_directives",
     "compile_program",
     "compiled",
+    "depends_on_costs",
     "with_fixed_stages",
 ]
 
@@ -162,6 +163,12 @@ def _applied(graph: Graph, item: Directive) -> Graph:
     if not isinstance(result, Graph):
         raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
     return _logged(result, item, len(graph.log))
+
+
+def depends_on_costs(strategy: Strategy) -> bool:
+    """Return whether other costs may make another plan of a strategy, so that `with_fixed_stages` changes it."""
+    settling = [d for d in strategy.directives if isinstance(d, Settling)]
+    return any(not isinstance(d, partition) or d.at == "cost" for d in settling)
 
 
 def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:

@@ -90,6 +90,8 @@ class StudyDocument:
         device_limits: memory limits by type of device (see `limit_text`).
         advice: what one word more would change in the best strategy.
         objective: what the search minimises.
+        repeated: how many proposals made a plan that was known already.
+        exhausted: whether every candidate of the space was proposed.
     """
 
     FORMAT: ClassVar[str] = "Study"
@@ -104,6 +106,8 @@ class StudyDocument:
     device_limits: Mapping[str, int] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
     objective: str = "period"
+    repeated: int = 0
+    exhausted: bool = False
 
     def dumps(self) -> str:
         """Return the study as JSON with a line per row."""

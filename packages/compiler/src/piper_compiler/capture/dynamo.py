@@ -90,7 +90,7 @@ class Forward:
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
         guards: facts about sizes that the path depends on.
-        repeat: how to trace the next call, where forward changes something that was there before.
+        repeat: how to trace the next call, where forward leaves something otherwise than it was before.
         notes: what was done with the model that its author should know.
         trace_at: traces the same at another number of rows; None where forward changes something.
         counted: the numbers of the whole batch that the loss reads.
@@ -224,9 +224,9 @@ def _made(
     regions = AutomaticRegions(module)
     calls = _Calls(module, loss, example, state, regions, **how, exact=bool(casts.exact))
     first = calls.trace()
-    if state.changes:
-        return replace(first, repeat=Repeat(state, calls.trace_again)), regions
-    return replace(first, trace_at=calls.trace_at), regions
+    if state.as_found():  # so the next call is like this one
+        return replace(first, trace_at=calls.trace_at), regions
+    return replace(first, repeat=Repeat(state, calls.trace_again)), regions
 
 
 @dataclass

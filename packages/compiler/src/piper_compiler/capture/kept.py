@@ -16,6 +16,8 @@ from piper_compiler.capture._torch import Change, noted_changes
 from piper_compiler.capture.unknown import Unknown, unknown_like
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size)
+_FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
+"""The types of values that are the same where they are one object: what is inside of them has places of its own."""
 _MISSING = object()
 _UNREACHABLE = (AttributeError, TypeError, LookupError, ValueError, NameError, SyntaxError)
 """The errors of an expression that names no place: nothing is there, or nothing can be put there."""
@@ -63,6 +65,19 @@ class KeptState:
         self._unknown[change.place] = unknown
         return True
 
+    def as_found(self) -> bool:
+        """Return whether all that calls changed is again what it was before the first of them, like a flag that is reset.
+
+        The next call is then like the first. Only what can be compared for certain counts.
+        """
+        return all(self._is_again(place, *original) for place, original in self._originals.items())
+
+    def _is_again(self, place: str, value: object, content: list[Any] | None) -> bool:
+        now = self._get(place)
+        if content is not None:
+            return now is value and _same(content, _content(now))
+        return _same(value, now) and (value is _MISSING or type(value) in _PLAIN or isinstance(value, _FIXED))
+
     def restore(self) -> None:
         """Put back what was there before the first call: globals and closures are the user's own."""
         for place, (value, content) in reversed(self._originals.items()):
@@ -93,6 +108,17 @@ class KeptState:
         exec(statement, {}, {**self._scope, "value": value})
 
 
+def _same(one: object, other: object) -> bool:
+    """Return whether two values are one object, or equal plain values; items of tuples and lists each."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) in _PLAIN and one == other
+
+
 def _content(value: object) -> list[Any] | None:
     """Return the items of a container that forward may change in place."""
     return list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list | set | deque) else None
@@ -121,7 +147,7 @@ def looks(value: object, inside: tuple[int, ...] = ()) -> str:
         return f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return f"size {value.node.expr}"
-    if isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType | nn.Module | Unknown):
+    if isinstance(value, (*_FIXED, Unknown)):
         return f"{type(value).__name__} {id(value)}"
     if id(value) in inside:
         return f"again {inside.index(id(value))}"

@@ -10,10 +10,10 @@ from piper_ir.tools.files import check_writable, write_whole
 from piper_ir.tools.gc_pause import no_garbage_collection
 from piper_ir.tools.interpolate import REACH, Points, log_log, within
 from piper_ir.tools.machine import machine_name, usable_cores
-from piper_ir.tools.progress import clear_line, shown_on_terminal, working
+from piper_ir.tools.progress import clear_line, shown_while_working, working
 from piper_ir.tools.ranges import named_ranks, ranks_text
 from piper_ir.tools.ray_reason import ray_reason
-from piper_ir.tools.units import flops_text, size_text, time_text
+from piper_ir.tools.units import enough_text, flops_text, size_text, time_text
 from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Points",
     "check_writable",
     "clear_line",
+    "enough_text",
     "flops_text",
     "log_log",
     "machine_name",
@@ -30,7 +31,7 @@ __all__ = [
     "no_garbage_collection",
     "ranks_text",
     "ray_reason",
-    "shown_on_terminal",
+    "shown_while_working",
     "size_text",
     "time_text",
     "usable_cores",

@@ -1,6 +1,6 @@
-"""Say on a terminal what takes long, such as a capture, while it goes on.
+"""Say what takes long, such as a capture, while it goes on: on a line of a terminal, or by lines in a pipe or a file.
 
-Nothing is shown until a command switches it on (`shown_on_terminal`): a library does not write on a terminal itself.
+Nothing is shown until a command switches it on (`shown_while_working`): a library does not write anywhere itself.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
+
+from piper_ir.errors import PiperError
 
 PATIENCE_S = 2.0
 """The seconds after which a line appears."""
 EVERY_S = 0.5
+PIPE_EVERY_S = 10.0
+"""The seconds between two lines in a pipe, whose reader sees no clock."""
 CLEAR = "\r\x1b[K"
 
 
@@ -51,6 +55,11 @@ class _Line:
         with self._lock:
             self._wipe()
 
+    def name(self, text: str) -> None:
+        """Name the innermost work otherwise, which goes on."""
+        with self._lock:
+            self._work[-1] = (text, self._work[-1][1])
+
     def _wipe(self) -> None:
         if self._drawn:
             self._stream.write(CLEAR)
@@ -61,10 +70,36 @@ class _Line:
         while not self._ended.wait(min(EVERY_S, self._patience_s)):
             with self._lock:
                 if self._work and time.monotonic() - self._work[0][1] >= self._patience_s:
-                    text, begun = self._work[-1]
-                    self._stream.write(f"{CLEAR}{text}, {time.monotonic() - begun:.0f} s")
-                    self._stream.flush()
-                    self._drawn = True
+                    self._say(*self._work[-1])
+
+    def _say(self, text: str, begun: float) -> None:
+        self._stream.write(f"{CLEAR}{text}, {time.monotonic() - begun:.0f} s")
+        self._stream.flush()
+        self._drawn = True
+
+
+class _PlainLines(_Line):
+    """Write a line every few seconds, and one for work that took that long."""
+
+    def __init__(self, stream: TextIO, patience_s: float) -> None:
+        super().__init__(stream, patience_s)
+        self._last = time.monotonic()
+
+    def pop(self) -> None:
+        with self._lock:
+            text, begun = self._work.pop()
+            if time.monotonic() - begun >= self._patience_s:
+                self._write(f"{text}: done in {time.monotonic() - begun:.0f} s")
+
+    def _say(self, text: str, begun: float) -> None:
+        if time.monotonic() - self._last >= self._patience_s:
+            self._write(f"{text}, {time.monotonic() - begun:.0f} s so far")
+
+    def _write(self, text: str) -> None:
+        self._last = time.monotonic()
+        with suppress(OSError, ValueError, PiperError):  # nobody reads it any more, which must not end the work
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
 
 _LINES: list[_Line] = []
@@ -72,13 +107,15 @@ _LINES: list[_Line] = []
 
 
 @contextmanager
-def shown_on_terminal(stream: TextIO | None = None, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Show inside of the `with` what `working` names, where the stream (default: stderr) is a terminal."""
-    target = sys.stderr if stream is None else stream
-    if _LINES or not target.isatty():
+def shown_while_working(
+    stream: TextIO | None = None, patience_s: float = PATIENCE_S, pipe_s: float = PIPE_EVERY_S
+) -> Iterator[None]:
+    """Show inside of the `with` what `working` names, on the stream (default: stderr), a terminal or not."""
+    if _LINES:
         yield
         return
-    line = _Line(target, patience_s)
+    target = sys.stderr if stream is None else stream
+    line = _Line(target, patience_s) if target.isatty() else _PlainLines(target, pipe_s)
     _LINES.append(line)
     line.start()
     try:
@@ -89,15 +126,18 @@ def shown_on_terminal(stream: TextIO | None = None, patience_s: float = PATIENCE
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Name the work inside of the `with`; the line shows the innermost name, and its seconds."""
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Name the work inside of the `with`; what is shown is the innermost name, and its seconds.
+
+    Yields a function that names it otherwise, such as "candidate 12 of 40".
+    """
     line = _LINES[-1] if _LINES else None
     if line is None:
-        yield
+        yield lambda text: None
         return
     line.push(text)
     try:
-        yield
+        yield line.name
     finally:
         line.pop()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 DIGITS = 4
 _SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _FLOPS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -25,6 +27,15 @@ def size_text(nbytes: float) -> str:
         if abs(nbytes) >= scale:
             return f"{_digits(nbytes / scale)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def enough_text(nbytes: int) -> str:
+    """Return a size as `size_text` writes it, rounded up, so that a limit of this size is enough: "1.5 GiB"."""
+    for unit, scale in _SIZES:
+        if nbytes >= scale:
+            step = 10 ** max(0, DIGITS - len(str(nbytes // scale)))
+            return f"{_digits(ceil(nbytes * step / scale) / step)} {unit}"
+    return f"{nbytes} B"
 
 
 def flops_text(flops: float) -> str:

@@ -21,7 +21,7 @@ from piper_runtime.data import bind_batch
 from piper_runtime.rank.by_name import bound_by_name
 from piper_runtime.rank.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
 from piper_runtime.rank.job_evaluation import evaluation_batches, evaluation_data
-from piper_runtime.rank.precision import DTYPES, Precision
+from piper_runtime.rank.precision import DTYPES, Precision, PrecisionField
 from piper_runtime.weights import (
     HeldTensor,
     LazyTensors,
@@ -65,6 +65,7 @@ class Job:
         global_batch: rows per step over all replicas.
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
+        precision: the dtypes (`Precision`), or the name of one for all: "float64", "float32" or "bfloat16".
         init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
             made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
@@ -92,7 +93,7 @@ class Job:
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_norm: float | None = None
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionField = PrecisionField()  # noqa: RUF009 - a descriptor, which gives the default
     seed: int = 0
     init: str | Path = "model"
     rename: Renames = field(default_factory=dict, hash=False)

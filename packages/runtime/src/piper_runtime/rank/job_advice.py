@@ -110,8 +110,12 @@ def metrics_problem(metrics: object) -> str | None:
 
 def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
     """Return what was probably meant with a value that is no Precision."""
-    name = dtype_meant(value, accepted) or "float32"
-    return f"Job(precision={value!r}): give Precision(params={name!r}); accepted are {', '.join(accepted)}"
+    if isinstance(value, str) and "mixed" in value:
+        mixed = "Precision(params='float32', compute='bfloat16') computes in bfloat16 and updates in float32"
+        return f"Job(precision={value!r}): {mixed}; a name, one of {', '.join(accepted)}, is one dtype for all"
+    meant = dtype_meant(value, accepted)
+    hint = f"did you mean {meant!r}? " if meant else ""
+    return f"Job(precision={value!r}): {hint}One of {', '.join(accepted)} for all, or a piper.Precision, is accepted"
 
 
 def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:

@@ -97,3 +97,16 @@ class Precision:
     def key(self) -> str:
         """Return the text of everything that a capture depends on."""
         return f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}"
+
+
+class PrecisionField:
+    """Hold the field `Job.precision`, which is a Precision for its readers; the name of a dtype is one for all."""
+
+    def __get__(self, job: object | None, owner: type | None = None) -> Precision:
+        if job is None:
+            return Precision()
+        found: Precision = vars(job)["precision"]
+        return found
+
+    def __set__(self, job: object, value: Precision | str) -> None:
+        vars(job)["precision"] = Precision(value) if isinstance(value, str) and value in DTYPES else value

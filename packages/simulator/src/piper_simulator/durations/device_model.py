@@ -30,7 +30,7 @@ from piper_simulator.durations.communication import RankGroup, by_formula, cross
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages, places_over_mean
 from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
-from piper_simulator.durations.kernels import Took, is_guess, launched, step_took
+from piper_simulator.durations.kernels import Took, is_guess, lacks_number, launched, step_took
 from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
@@ -275,6 +275,8 @@ class DeviceModel(CostModel):
         key = (id(cost), step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
             guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+            if any(lacks_number(device, k) for k in cost.kernels):
+                self._provenance.lacked(device)
             self._took[key] = *self._under_loads(device, chunk, step), guessed
         return self._took[key]
 

@@ -173,6 +173,12 @@ def is_guess(device: Device, kernel: Kernel) -> bool:
     return kernel.kind in _AT_PEAK or _computing(device, kernel) > _moving(device, kernel)
 
 
+def lacks_number(device: Device, kernel: Kernel) -> bool:
+    """Return whether the device's stack has no number for this kernel there, so that the rate of another one counts."""
+    stack, attention = device.stack, kernel.kind == "attention" and kernel.dtype in HALF
+    return attention and stack is not None and device.generation not in stack.attention_fraction
+
+
 def _computing(device: Device, kernel: Kernel) -> float:
     fraction = device.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
     return bind(kernel.flops, 0) / (device.peak(kernel.dtype) * fraction)

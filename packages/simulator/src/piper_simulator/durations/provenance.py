@@ -9,7 +9,7 @@ from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
 from piper_ir.tools import machine_name
 from piper_simulator.cluster.cluster import Cluster
-from piper_simulator.cluster.device import CPU
+from piper_simulator.cluster.device import CPU, Device
 from piper_simulator.cluster.kernel_table import REACH, How
 from piper_simulator.cluster.network import SlowLink
 
@@ -34,6 +34,7 @@ class Provenance:
         self._beyond: dict[str, None] = {}  # interpolated outside of what was measured
         self._messages: dict[str, None] = {}  # that the costs do not know
         self._slow: dict[str, None] = {}
+        self._lacking: dict[str, None] = {}  # sentences on stacks without a number
         self._links: dict[str, None] = {}  # slow ones that messages cross
         self._kernels: dict[How, float] = dict.fromkeys(_KERNELS, 0.0)  # seconds, each step of a chunk once
         self._computed = False
@@ -54,6 +55,16 @@ class Provenance:
             self._kernels[how] += seconds
         self._dtypes.update(dict.fromkeys(guessed))
         (self._far if self._costs.rows_of(chunk.cost_code(step), step) else self._unknown)[chunk.id] = None
+
+    def lacked(self, device: Device) -> None:
+        """Record that a device's stack has no number for an attention kernel that runs there."""
+        stack = device.stack
+        assert stack is not None, "without a stack all kernels have the device's own rates"
+        what = f"{device.generation} devices" if device.generation else "devices without a `generation` in their file"
+        self._lacking[
+            f"{device.name}: the stack {stack.name} has no number for its attention kernel {stack.attention} on {what}; "
+            "attention counts as a matrix product"
+        ] = None
 
     def computed(self) -> None:
         """Record that the duration of another op was computed."""
@@ -89,7 +100,7 @@ class Provenance:
         assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
         slow = [f"slow {what}: {_some(found)}" for what, found in (("ranks", self._slow), ("links", self._links)) if found]
-        return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_kernels(), *self._of_chunks())
+        return (*assumed, *guesses, *self._lacking, *slow, *self._of_machine(), *self._of_kernels(), *self._of_chunks())
 
     def _of_kernels(self) -> list[str]:
         """Return a sentence on how much of the kernels' time comes from a table, if there is one."""
