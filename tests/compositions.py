@@ -72,12 +72,16 @@ def rmsprop(named: Named) -> torch.optim.Optimizer:
     return torch.optim.RMSprop([p for _, p in named], lr=0.01)
 
 
+def adafactor(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for _, p in named], lr=0.01)
+
+
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
 Maker = Callable[[Named], torch.optim.Optimizer]
-OPTIMIZERS: Mapping[str, Maker] = {"sgd": sgd, "adam": adam, "adamw": adamw, "rmsprop": rmsprop}
+OPTIMIZERS: Mapping[str, Maker] = {"sgd": sgd, "adam": adam, "adamw": adamw, "rmsprop": rmsprop, "adafactor": adafactor}
 
 
 MIXED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from piper import ANY, Mesh, recipes, where
 from piper.api.reference import RunOutcome, differences, reference
 from piper_ir.errors import CompileError
 from piper_runtime.rank import optimizer_kinds
+from piper_runtime.rank.optimizer_trials import by_elements
 from tests import shared_jobs
 from tests.test_own_optimizers import AdamW, Lion, Trust, batch, made
 
@@ -71,9 +73,48 @@ def test_elementwise_optimizers_take_parts_of_parameters(optimizer: Any, zero: i
     check(job(optimizer), mesh, HEADS, *PIPELINE, *replicas)
 
 
+KINDS = {
+    "layers.0.0.weight": made(torch.optim.RMSprop, centered=True, momentum=0.9, lr=0.01),
+    "layers.0.0.bias": made(torch.optim.Adadelta, weight_decay=0.1),
+    "layers.0.2.weight": made(torch.optim.Adagrad, initial_accumulator_value=0.1, lr_decay=0.1),
+    "layers.0.2.bias": made(torch.optim.Adamax),
+    "layers.1.0.weight": made(torch.optim.NAdam),
+    "layers.1.0.bias": made(torch.optim.ASGD, t0=1),
+    "layers.1.2.weight": made(torch.optim.RAdam),
+    "layers.1.2.bias": made(torch.optim.Rprop),
+}
+"""Every optimizer of torch that updates each element by itself and has no fused kernel here."""
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_torch_updates_element_by_element_takes_parts(zero: int, tmp_path: Path) -> None:
+    """Without a declaration: with states that ranks share and parameters in parts, and resumed where they are whole."""
+    work, parts = job(KINDS), piper.Strategy(Mesh(dp=2, tp=2), (HEADS, *recipes.data_parallel(zero=zero)))
+    check(work, parts.mesh, *parts.directives)
+    saved = piper.Checkpoints(tmp_path, every=2)
+    piper.execute(piper.compile(work, parts), steps=2, launcher="inline", checkpoint=saved, memory=False)
+    whole = piper.compile(work, piper.Strategy(Mesh(), piper.split(where(), microbatches=2)))
+    resumed = piper.execute(whole, steps=1, launcher="inline", checkpoint=saved, resume="latest", memory=False)
+    expected = reference(work, replicas=2, microbatches=1, steps=3)
+    assert resumed.losses == pytest.approx(expected.losses[2:], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "each"),
+    [(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, True), (torch.optim.Adafactor, {}, False), (Trust, {}, False)],
+)
+def test_a_trial_finds_what_works_by_elements(kind: Any, settings: dict[str, Any], each: bool) -> None:
+    """SGD with a setting that its fused kernel lacks; one of torch that needs matrices; one of a user that may do anything."""
+
+    def make() -> torch.optim.Optimizer:
+        return kind([nn.Parameter(torch.empty(4, 4, device="meta"))], lr=0.1, **settings)  # type: ignore[no-any-return]
+
+    assert by_elements(make(), make) is each
+
+
 @pytest.mark.parametrize(("optimizer", "kind"), [({"*.weight": muon(), "*": ADAMW}, "Muon"), (made(Trust), "Trust")])
 def test_whole_parameters_are_not_taken_apart(optimizer: Any, kind: str) -> None:
-    said = rf"a part of parameter 'layers.0.0.weight' \(by shard\), and {kind} works on whole parameters here; .*leave shard out"
+    said = rf"a part of parameter 'layers.0.0.weight' \(by shard\), and {kind} works on whole parameters here.*leave shard out"
     with pytest.raises(CompileError, match=said):
         piper.compile(job(optimizer), piper.Strategy(Mesh(pp=2, tp=2), (HEADS, *PIPELINE)))
 

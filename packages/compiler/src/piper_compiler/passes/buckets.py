@@ -88,22 +88,28 @@ def make_buckets(edit: Editor, training: Training) -> None:
         _add(edit, f"bucket{number}", key, members)
 
 
+WHOLE = {
+    "Adafactor": " (it keeps sums over rows and columns of matrices)",
+    "Muon": " (it makes the updates of matrices orthogonal)",
+}
+"""For what optimizers of torch need whole parameters, as a message says it."""
+
+
 def _check_whole(edit: Editor, training: Training) -> None:
     """Raise CompileError where ranks share states, or have parts, of parameters that an optimizer needs whole."""
     optimizer, groups = training.whole, training.whole_groups
+    advice = (
+        f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that updates each element by itself, "
+        f"such as AdamW or RMSprop, declare it with piper.elementwise({optimizer}) if it does so, or"
+    )
     whole = [p for p in edit.graph.program.params if p.trained and training.group_of.get(p.name, 0) in groups]
     if parted := next((p.name for p in whole if p.layout), None):
-        raise CompileError(
-            f"each device would have a part of parameter {parted!r} (by shard), and {optimizer} works on whole parameters here; "
-            f"use SGD, Adam or AdamW, declare it with piper.elementwise({optimizer}) if it updates each element by itself, or "
-            "leave shard out"
-        )
+        raise CompileError(f"each device would have a part of parameter {parted!r} (by shard), {advice} leave shard out")
     sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
     if sharing is not None:
         raise CompileError(
             f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part of every "
-            f"parameter, and {optimizer} works on whole parameters here; use SGD, Adam or AdamW, declare it with "
-            f"piper.elementwise({optimizer}) if it updates each element by itself, or use zero=0"
+            f"parameter, {advice} use zero=0"
         )
 
 

@@ -1,6 +1,6 @@
 """Run the user's optimizers on flat buckets.
 
-Element-wise optimizers run on flat tensors: torch's own by a fused kernel on one for each bucket, declared ones on
+Element-wise optimizers run on flat tensors: by a fused kernel on one for each bucket where torch has one, else on
 pieces of it. All others run on the parameters of a bucket, one by one.
 """
 
@@ -22,14 +22,15 @@ from piper_runtime.rank.optimizer_calls import (
     advance,
     call_optimizers,
     call_schedulers,
+    keep_from_start,
     meta_parameters,
     names_of,
     one_by_one,
     schedule_state,
 )
 from piper_runtime.rank.optimizer_groups import PIECE, groups_of, why_unfused
-from piper_runtime.rank.optimizer_kinds import ELEMENTWISE, SEPARABLE, declared_elementwise
-from piper_runtime.rank.optimizer_trials import piece_sizes
+from piper_runtime.rank.optimizer_kinds import ELEMENTWISE, SEPARABLE, TRIED
+from piper_runtime.rank.optimizer_trials import by_elements, piece_sizes
 
 if TYPE_CHECKING:
     from piper_runtime.rank.store import Store
@@ -79,7 +80,7 @@ class RankOptimizer:
         self._again: Callable[[], list[Optimizer]] = lambda: call_optimizers(function, meta_parameters(plan.whole_params, dtype))
         named = meta_parameters(plan.whole_params, dtype)
         optimizers = call_optimizers(function, named)
-        ways, unfused = zip(*(self._way(optimizer, dtype) for optimizer in optimizers), strict=True)
+        ways, unfused = zip(*(self._way(number, optimizer, dtype) for number, optimizer in enumerate(optimizers)), strict=True)
         self.flat = "parameters" not in ways
         self._owner = [k for k, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
         self._ways: tuple[Way, ...] = ways
@@ -101,14 +102,14 @@ class RankOptimizer:
         for schedule in self._schedulers:
             advance(schedule, first_step)
 
-    def _way(self, optimizer: Optimizer, dtype: torch.dtype) -> tuple[Way, str]:
+    def _way(self, number: int, optimizer: Optimizer, dtype: torch.dtype) -> tuple[Way, str]:
         """Return on what an optimizer runs here, and why not on a fused kernel that it has."""
-        if declared_elementwise(optimizer):
-            return "pieces", ""
         problem = why_unfused(optimizer, dtype, self._store.device)
         if problem and self._store.device != CPU:  # of the CPU it was said when the plan was made
             warn_unfused(optimizer, dtype, problem)
-        return ("fused" if type(optimizer) in ELEMENTWISE and not problem else "parameters"), problem
+        if type(optimizer) in ELEMENTWISE and not problem:
+            return "fused", ""
+        return ("pieces" if by_elements(optimizer, lambda: self._again()[number]) else "parameters"), problem
 
     def _way_of(self, bucket: Bucket) -> Way:
         return self._ways[self._owner[bucket.group]]
@@ -146,6 +147,7 @@ class RankOptimizer:
                 group["fused"], group["foreach"] = True, False
                 for p in group["params"]:
                     _first_state(optimizer, group, p)
+        keep_from_start(optimizer)
 
     def _pieces(self, bucket: Bucket, way: Way) -> list[torch.Tensor]:
         """Return the tensors on which an element-wise optimizer works; the same ones at each call."""
@@ -236,7 +238,7 @@ class RankOptimizer:
 
 def sharding_problem(kind: str) -> str:
     """Return the message for an optimizer whose states ranks cannot share."""
-    known = ", ".join(c.__name__ for c in ELEMENTWISE)
+    known = ", ".join(c.__name__ for c in TRIED)
     return (
         f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a part of every parameter, and "
         f"{kind} works on whole parameters here; use one of {known}, declare it with piper.elementwise({kind}) if it updates "

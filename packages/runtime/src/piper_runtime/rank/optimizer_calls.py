@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from piper_ir.errors import JobError
@@ -132,6 +132,12 @@ def schedule_state(schedules: Sequence[LRScheduler]) -> Mapping[str, Any]:
 def names_of(objects: Sequence[object]) -> str:
     """Return the class names of optimizers or schedules, for people and checkpoints."""
     return " + ".join(type(o).__name__ for o in objects)
+
+
+def keep_from_start(optimizer: Optimizer) -> None:
+    """Make the state that Adagrad makes when it is made, for parameters that took the place of others."""
+    if type(optimizer) is Adagrad:
+        optimizer.state.update(Adagrad([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state)
 
 
 def one_by_one(optimizer: Optimizer, *, fused: bool) -> None:

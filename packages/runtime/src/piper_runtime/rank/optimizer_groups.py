@@ -27,6 +27,7 @@ from piper_runtime.rank.optimizer_kinds import ELEMENTWISE, declared_elementwise
 from piper_runtime.rank.optimizer_sizes import state_bytes, step_bytes
 from piper_runtime.rank.optimizer_trials import (
     PieceSizes,
+    by_elements,
     check_elementwise,
     check_per_parameter,
     piece_sizes,
@@ -35,7 +36,7 @@ from piper_runtime.rank.optimizer_trials import (
 STEP_COUNTER_BYTES = 4
 """The bytes of the float32 in which Adam and AdamW count their steps, one per tensor."""
 PIECE = 2**22
-"""The most elements of a bucket on which a declared element-wise optimizer works at once: it may hold temporaries."""
+"""The most elements of a bucket on which an element-wise optimizer works at once that may hold temporaries."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class GroupSpec:
         flat: whether it runs on buckets, and not on their parameters one by one.
         copies: how many values it keeps per element of a bucket, where a fused kernel runs.
         counters: bytes of its step counters for a bucket, where a fused kernel runs.
-        piece: what it keeps of a piece of a bucket and holds in a step on it, where it was declared element-wise.
+        piece: what it keeps of a piece of a bucket and holds in a step on it, where it updates each element by itself and no
+            fused kernel runs.
     """
 
     kind: str
@@ -150,11 +152,13 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
             check_per_parameter(make)
         if declared_elementwise(optimizer):
             check_elementwise(make)
+        fused = type(optimizer) in ELEMENTWISE and not problem
+        if not fused and by_elements(optimizer, make):
             groups += [
                 GroupSpec(type(optimizer).__name__, number, True, piece=piece_sizes(make, index, dtype))
                 for index in range(len(optimizer.param_groups))
             ]
-        elif type(optimizer) in ELEMENTWISE and not problem:
+        elif fused:
             groups += _fused_groups(number, optimizer)
         else:
             one_by_one(optimizer, fused=not problem)

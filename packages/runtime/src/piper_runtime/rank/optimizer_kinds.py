@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from piper_ir.errors import JobError
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 """The optimizers that run on flat buckets by torch's fused kernels, by exact class."""
 
+TRIED: tuple[type[Optimizer], ...] = (*ELEMENTWISE, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop)
+"""The optimizers that update each element by itself as torch writes them, by exact class; a trial shows it of their settings."""
+
 SEPARABLE: tuple[type[Optimizer], ...] = (
-    *ELEMENTWISE,
-    *(
-        getattr(torch.optim, name)
-        for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop")
-        if hasattr(torch.optim, name)
-    ),
+    *TRIED,
+    *(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)),
 )
 """The optimizers whose update of a parameter depends on that parameter only, by exact class.
 

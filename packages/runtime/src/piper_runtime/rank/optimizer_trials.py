@@ -6,7 +6,7 @@ parameters in place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from piper_ir.errors import JobError
 from piper_ir.tools import user_code
-from piper_runtime.rank.optimizer_calls import one_by_one
-from piper_runtime.rank.optimizer_kinds import KEEPS_TO
+from piper_runtime.rank.optimizer_calls import keep_from_start, one_by_one
+from piper_runtime.rank.optimizer_kinds import KEEPS_TO, TRIED, declared_elementwise
 from piper_runtime.rank.optimizer_sizes import NumbersOfMeta, step_bytes
 
 Make = Callable[[], Optimizer]
@@ -35,17 +35,33 @@ ELEMENTS = 4096
 
 def check_elementwise(make: Make) -> None:
     """Raise JobError where steps on parts of a tensor are not the parts of steps on the whole."""
-    start, gradients = _numbers(SHAPE)
     kind = type(make()).__name__
+    for group in _groups_on_wholes(make):
+        raise JobError(
+            f"piper.elementwise({kind}): it was tried on a tensor of {list(SHAPE)} with the settings of group {group}, and "
+            "steps on parts of it are not the parts of the steps on the whole, so it needs whole parameters; declare it with "
+            f"piper.per_parameter({kind}) if it updates each parameter by itself, and use zero=0 and no shard"
+        )
+
+
+def by_elements(optimizer: Optimizer, make: Make) -> bool:
+    """Return whether an optimizer that no fused kernel runs can run on pieces of buckets.
+
+    One that was declared can, and one of torch's whose steps on parts of a tensor are the parts of steps on the whole.
+    """
+    if declared_elementwise(optimizer):
+        return True
+    return type(optimizer) in TRIED and next(_groups_on_wholes(make), None) is None
+
+
+def _groups_on_wholes(make: Make) -> Iterator[int]:
+    """Yield the groups with whose settings steps on parts of a tensor are not the parts of steps on the whole."""
+    start, gradients = _numbers(SHAPE)
     for group in range(len(make().param_groups)):
         whole = _stepped(make, group, [start], [[g] for g in gradients])[0].flatten()
         parts = _stepped(make, group, _split(start), [_split(g) for g in gradients])
         if not _equal(torch.cat(parts), whole):
-            raise JobError(
-                f"piper.elementwise({kind}): it was tried on a tensor of {list(SHAPE)} with the settings of group {group}, and "
-                "steps on parts of it are not the parts of the steps on the whole, so it needs whole parameters; declare it with "
-                f"piper.per_parameter({kind}) if it updates each parameter by itself, and use zero=0 and no shard"
-            )
+            yield group
 
 
 def check_per_parameter(make: Make) -> None:
@@ -104,6 +120,7 @@ def _only(optimizer: Optimizer, group: int, params: Sequence[Tensor]) -> None:
         other["params"] = list(params) if index == group else []
         if isinstance(other.get("lr"), float | int) and not other["lr"]:
             other["lr"] = 1e-2  # a schedule may begin with zero, which shows nothing
+    keep_from_start(optimizer)
 
 
 def _check_kept(optimizer: Optimizer, p: Tensor) -> None:
