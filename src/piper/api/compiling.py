@@ -13,6 +13,7 @@ from piper.api.batch_statistics import MICROBATCH, averages_of, check_shared_nor
 from piper.api.batch_statistics import check_rows as check_norm_rows
 from piper.api.capturing import layered_by, program_at, shared_by, traced_job, under_policies
 from piper.api.evaluating import compiled_evaluation
+from piper.api.random_draws import check_draws
 from piper_compiler import (
     Directive,
     Options,
@@ -136,6 +137,7 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch, strategy.directives)
+    check_draws(source, captured.program)
     norms = captured.forward.norms
     check_shared_norms(norms, shardings_of(strategy.directives, strategy.mesh))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))

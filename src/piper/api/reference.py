@@ -49,7 +49,6 @@ class Reference:
         parameters: After the last step, under their first names.
         buffers: After the last step, under their first names, without those that count the tokens of experts.
         state_dict: The module's, after the last step.
-        places: Where the random state was set as for a plan: layers, and the parts before and after them.
     """
 
     losses: list[float]
@@ -57,7 +56,6 @@ class Reference:
     parameters: Tensors
     buffers: Tensors
     state_dict: Tensors
-    places: frozenset[int | str] = frozenset()
 
     @property
     def trained(self) -> set[str]:
@@ -71,24 +69,18 @@ def reference(
     replicas: int = 1,
     microbatches: int = 1,
     steps: int = STEPS,
-    head: int | str = "root.1",
-    layers: Sequence[str] = (),
 ) -> Reference:
-    """Train a job's model on one device as a plan with these numbers would.
-
-    `head` is the seed's place for random operations after the last layer, and `layers` has the names of the modules
-    that are the layers, one for each run, where they are others than the entries of nn.ModuleLists.
-    """
+    """Train a job's model on one device as a plan with these numbers would."""
     with torch.random.fork_rng(devices=[]), _flex_attention_trained():
         torch.manual_seed(job.seed)
-        trainer = _Trainer(job, replicas, microbatches, head, layers)
+        trainer = _Trainer(job, replicas, microbatches)
         results = [trainer.step(step) for step in range(steps)]
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers() if not n.endswith(COUNTS)}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
-    return Reference(losses, gradients, named, buffers, state, trainer.random.places)
+    return Reference(losses, gradients, named, buffers, state)
 
 
 @contextmanager
@@ -109,7 +101,7 @@ def _flex_attention_trained() -> Iterator[None]:
 class _Trainer:
     """Hold the module and its optimizer, under a job's rules."""
 
-    def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str, layers: Sequence[str] = ()):
+    def __init__(self, job: Any, replicas: int, microbatches: int):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
         params = getattr(torch, job.precision.params)
         self.compute: torch.dtype = getattr(torch, job.precision.compute or job.precision.params)
@@ -119,7 +111,7 @@ class _Trainer:
         if isinstance(self.loss, nn.Module):
             cast_tensors(self.loss, params, self.compute)
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
-        self.random = RandomState(self.model, job.seed, head, layers)
+        self.random = RandomState(self.model, job.seed, job.draws)
         self.updated = _Updated(self.model, job.precision)
         made = job.optimizer(self.updated.named())
         self.optimizers = [*made] if isinstance(made, list | tuple) else [made]
@@ -155,10 +147,13 @@ class _Trainer:
                 buffer.copy_(old)  # every replica starts the step from the same buffers
             for i in range(self.microbatches):
                 start = replica * per_replica + i * rows
-                loss = self._loss(step, range(start, start + rows))
-                value, *weight = loss if isinstance(loss, tuple) else (loss,)
-                # A mean: each microbatch has its share before its backward, which need not be linear in it.
-                value.backward(None if weight else torch.full_like(value, 1.0 / (self.replicas * self.microbatches)))
+                own = range(start, start + rows)
+                batch = _pair(pytree.tree_map(self._cast, self.job.batch(step, own)))
+                with self.random.during(step, own):
+                    loss = self._loss(*batch)
+                    value, *weight = loss if isinstance(loss, tuple) else (loss,)
+                    # A mean: each microbatch has its share before its backward, which need not be linear in it.
+                    value.backward(None if weight else torch.full_like(value, 1.0 / (self.replicas * self.microbatches)))
                 self.updated.add()
                 losses.append(float(value.detach()))
                 weights += [float(w) for w in weight]
@@ -167,16 +162,14 @@ class _Trainer:
             buffer.copy_(new)  # the first replica's copy counts
         return losses, weights
 
-    def _loss(self, step: int, rows: range) -> Any:
-        inputs, targets = _pair(pytree.tree_map(self._cast, self.job.batch(step, rows)))
-        with self.random.during(step, rows.start):
-            if isinstance(inputs, tuple):
-                output = self.model(*inputs)
-            elif isinstance(inputs, Mapping):
-                output = self.model(**inputs)
-            else:
-                output = self.model(inputs)
-            return _own_loss(output) if self.loss is None else self.loss(output, targets)
+    def _loss(self, inputs: Any, targets: Any) -> Any:
+        if isinstance(inputs, tuple):
+            output = self.model(*inputs)
+        elif isinstance(inputs, Mapping):
+            output = self.model(**inputs)
+        else:
+            output = self.model(inputs)
+        return _own_loss(output) if self.loss is None else self.loss(output, targets)
 
     def _cast(self, leaf: Any) -> Any:
         if isinstance(leaf, Mapping):

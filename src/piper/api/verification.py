@@ -11,11 +11,8 @@ from piper.api.reference import Difference, Reference, RunOutcome, differences, 
 from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
 from piper_compiler.capture import Captured
-from piper_ir.errors import JobError
-from piper_ir.plan import Plan
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
-from piper_runtime.rank import rng_places
 
 
 @dataclass(frozen=True)
@@ -96,18 +93,16 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     """Run a strategy in float64 in this process and compare it with the unmodified module under autograd.
 
     The plan's rules are checked before it runs inline. Losses, gradients, parameters and buffers are compared. Raises
-    the errors of `compile` and `execute`, PlanError for a plan that breaks a rule, and JobError for random operations
-    whose numbers plain PyTorch cannot draw.
+    the errors of `compile` and `execute`, and PlanError for a plan that breaks a rule.
     """
     wide = replace(job.unevaluated, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)
     run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name
     plan = compiled.plan
-    head = rng_places(plan.chunks)[plan.chunks[-1].id]
-    layers = compiled.layers.runs if compiled.layers is not None else ()
-    expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head, layers=layers)
-    _check_random(plan, expected)
+    # Whatever draws by row draws for the whole batch at once on one device, unless batch statistics forbid that.
+    parts = 1 if job.draws == "rows" and any(c.random for c in plan.chunks) and not compiled.norms else None
+    expected = reference(wide, replicas=parts or plan.replicas, microbatches=parts or plan.microbatches, steps=steps)
     outcome = RunOutcome.of(run)
     beyond, tolerance = compared(outcome, expected, captured_job(wide))
     whole = _whole_batch(wide, compiled, steps, outcome, tolerance)
@@ -123,7 +118,7 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, 
     if plan.microbatches * plan.replicas == 1:
         return None
     names = tuple(a.name for a in compiled.advancing)
-    if random := next((c.id for c in plan.chunks if c.random), ""):
+    if job.draws != "rows" and (random := next((c.id for c in plan.chunks if c.random), "")):
         return WholeBatch([], names, random)
     both = differences(outcome, reference(job, steps=steps), tolerance.value)
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
@@ -139,21 +134,3 @@ def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tupl
         if not beyond:
             break
     return beyond, tolerance
-
-
-def _check_random(plan: Plan, expected: Reference) -> None:
-    """Raise JobError when the reference drew other random numbers than the plan will, so that differences say nothing.
-
-    The plan sets the random state before each chunk, the reference before each layer. These are the same where every
-    chunk that draws has a place that the reference knows, and no layer of the reference lies within a chunk.
-    """
-    places = rng_places(plan.chunks)
-    inside = {p for p in expected.places if isinstance(p, int)} - set(places.values())
-    other = [c for c in plan.chunks if c.random and (places[c.id] not in expected.places or (inside and "layer" in c.coords))]
-    if other:
-        named = min(other, key=lambda c: isinstance(places[c.id], int))  # rather the part of a layer than its first chunk
-        raise JobError(
-            f"{plan.mesh}: cannot be judged: dropout in chunk {named.id} (or another random operation). Plain PyTorch draws the "
-            "same numbers only where random operations stand in layers that are one chunk each and run once, or before or after "
-            "all layers without coordinates of their own. Verify with p=0"
-        )

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Literal
 
 from piper_ir.content import content_key
+from piper_ir.draws import Draw
 from piper_ir.layout import Layout, StepCollective
 from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
@@ -237,6 +238,7 @@ class Chunk:
         ports: port -> shape and dtype.
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
+        draws: its random operations, in the order in which its code numbers them.
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
         keep: the policy of recomputation, which says what F keeps for I and W. Chunks keep all; variants do not.
         experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.
@@ -255,6 +257,7 @@ class Chunk:
     keep: str = KEEP_ALL
     experts: str = ""
     terms: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    draws: tuple[Draw, ...] = ()
 
     @property
     def trades(self) -> str:

@@ -22,6 +22,7 @@ from piper_runtime.rank.by_name import bound_by_name
 from piper_runtime.rank.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
 from piper_runtime.rank.job_evaluation import evaluation_batches, evaluation_data
 from piper_runtime.rank.precision import DTYPES, Precision
+from piper_runtime.rank.rng import Draws
 from piper_runtime.weights import (
     HeldTensor,
     LazyTensors,
@@ -77,6 +78,9 @@ class Job:
         eval_data: as `batch`, or a dataset; the model is evaluated on it: forwards in eval mode.
         eval_every: the number of steps after which it is evaluated, again and again.
         eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
+        draws: "rows" draws random numbers (dropout and the like) by the rows of the global batch, so that every plan
+            draws what one device draws; "microbatches" draws by torch's own generator, seeded for each microbatch and
+            place in the model: other rows per microbatch are other numbers. See docs/random_numbers.md.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -98,6 +102,7 @@ class Job:
     eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
     eval_every: int | None = None
     eval_batches: int | None = None
+    draws: Draws = "rows"
 
     @property
     def shared_names(self) -> tuple[str, ...]:

@@ -86,6 +86,8 @@ def word_problem(job: Mapping[str, Any]) -> str | None:
         return f"Job(shared={job['shared']!r}): the name of a tensor of the batch is needed, or a tuple of names"
     if job["batch_norm"] not in (None, "microbatch"):
         return f'Job(batch_norm={job["batch_norm"]!r}): "microbatch" is needed, or None to refuse batch statistics'
+    if job["draws"] not in ("rows", "microbatches"):
+        return f'Job(draws={job["draws"]!r}): "rows" is needed, or "microbatches" for numbers of torch\'s own generator'
     return None
 
 
