@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.api.verification import VerificationReport, verify_strategy
-from piper_ir.errors import CaptureError
+from piper_ir.errors import CaptureError, JobError
 from piper_ops import draws as rules
 
 WIDTH, ROWS = 8, 8
@@ -111,12 +111,12 @@ class Elsewhere(nn.Module):
         return self.head(x * self.layers[0].labels(given)) * torch.rand(x.shape[0], 1)
 
 
-def drawn(model: Callable[[], nn.Module], **more: Any) -> VerificationReport:
+def job_of(model: Callable[[], nn.Module], **more: Any) -> piper.Job:
     def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         x = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[:, rows.start : rows.stop]
         return x[0], x[1]
 
-    job = piper.Job(
+    return piper.Job(
         model,
         batch,
         lambda output, targets: (output * targets).mean(),
@@ -124,7 +124,11 @@ def drawn(model: Callable[[], nn.Module], **more: Any) -> VerificationReport:
         global_batch=ROWS,
         **more,
     )
-    return verify_strategy(job, piper.Strategy(piper.Mesh(pp=2), [*piper.recipes.one_f_one_b(pp=2, microbatches=2)]), steps=1)
+
+
+def drawn(model: Callable[[], nn.Module], **more: Any) -> VerificationReport:
+    strategy = piper.Strategy(piper.Mesh(pp=2), [*piper.recipes.one_f_one_b(pp=2, microbatches=2)])
+    return verify_strategy(job_of(model, **more), strategy, steps=1)
 
 
 def different(report: VerificationReport) -> set[str]:
@@ -177,3 +181,38 @@ def test_torchs_own_numbers_are_those_of_the_same_microbatches() -> None:
 
 def test_numbers_are_drawn_where_a_module_runs() -> None:
     assert not drawn(Elsewhere).differences
+
+
+class Chosen(nn.Module):
+    """Rows that an own rule chooses go through dropout, so that how much is drawn depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.sum(-1) > 0).nonzero()[:, 0]
+        return torch.zeros_like(x).index_add(0, chosen, F.dropout(self.linear(x[chosen]), 0.5))
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Chosen() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_module_whose_draws_depend_on_values_draws_by_torchs_generator_alone() -> None:
+    with pytest.raises(CaptureError, match=r"a module that runs as it is draws numbers for as many elements as values"):
+        drawn(Choosing)
+    with pytest.raises(JobError, match=r"cannot be judged: .*a module that runs as it is"):
+        drawn(Choosing, draws="microbatches")
+    job = job_of(Choosing, draws="microbatches")
+    cut = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
+    whole = piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=2)])
+    one, two = (piper.execute(piper.compile(job, s), steps=2, launcher="inline", memory=False).losses for s in (whole, cut))
+    assert one == pytest.approx(two)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.api.reference import reference
 from piper.api.verification import verify_strategy
 from piper_ir.errors import JobError
 
@@ -181,9 +180,3 @@ def test_a_job_of_one_row_compiles() -> None:
 
     trained = piper.Job(lambda: Block(0.0), single, nn.functional.mse_loss, job(Block).optimizer, global_batch=1)
     assert piper.compile(trained, one).plan.rows == 1
-
-
-def test_the_reference_says_where_it_set_the_state() -> None:
-    assert reference(job(TwoLists), steps=1).places == {"root", 0, 1, 2, 3, "root.1"}
-    # The second round begins when the head's state is set already, behind layer 1: neither can be trusted.
-    assert reference(job(lambda: Twice(0.5)), steps=1).places == {"root", 0}

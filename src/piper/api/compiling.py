@@ -137,7 +137,6 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch, strategy.directives)
-    check_draws(source, captured.program)
     norms = captured.forward.norms
     check_shared_norms(norms, shardings_of(strategy.directives, strategy.mesh))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
@@ -191,6 +190,7 @@ def trained_job(
     traced = traced_job(source)
     asked = () if directives is None else asked_layers(directives, traced.outline)
     captured = under_policies(layered_by(traced, asked), ())
+    check_draws(source, captured.program)
     spec = optimizer_spec(source, captured.program.params)
     given = source.precision
     training = Training(

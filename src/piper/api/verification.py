@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from piper.api.capturing import captured_job
 from piper.api.compiling import Compiled, compile
 from piper.api.execution import execute
+from piper.api.random_draws import check_judged
 from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
 from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
@@ -32,7 +33,7 @@ class WholeBatch:
     def text(self) -> str:
         """Return the comparison as one sentence."""
         if self.random:
-            return f"the whole batch in one forward: not compared, for it draws other random numbers in chunk {self.random}"
+            return f"the whole batch in one forward: not compared, since chunk {self.random} draws by torch's own generator"
         if not self.differences:
             return "the whole batch in one forward: equal as well"
         if self.advancing:
@@ -93,10 +94,12 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     """Run a strategy in float64 in this process and compare it with the unmodified module under autograd.
 
     The plan's rules are checked before it runs inline. Losses, gradients, parameters and buffers are compared. Raises
-    the errors of `compile` and `execute`, and PlanError for a plan that breaks a rule.
+    the errors of `compile` and `execute`, PlanError for a plan that breaks a rule, and JobError for random operations
+    whose numbers plain PyTorch cannot draw.
     """
     wide = replace(job.unevaluated, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
+    check_judged(compiled.plan)
     verify(compiled.plan)
     run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name
     plan = compiled.plan

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ANY_NUMBER = "#*"
+"""The end of the place of a module that runs as it is, whose draws depend on values in number and size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:

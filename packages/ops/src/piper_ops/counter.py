@@ -23,7 +23,7 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """The shifts of the mix, each with the factor that follows."""
 BLOCK = {"cpu": 1 << 14}
 """Words that are made at once, by type of device: on a CPU as many as stay in its cache."""
-BLOCK_ELSEWHERE = 1 << 22
+BLOCK_ELSEWHERE = 1 << 20
 
 
 def key_of(text: str) -> Key:

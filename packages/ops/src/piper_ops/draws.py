@@ -24,13 +24,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from piper_ops.counter import Key, key_of, numbers, numbers_at
 from piper_ops.draw_kernels import is_draw, run_counted
 
 UNIFORM = {torch.float64: 24, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """The leading bits of a number that are a float in [0, 1), by dtype: in float64 as many as in float32."""
+
+
+ANY_NUMBER = "#*"
+"""The end of the place of a module whose draws depend on values in number, which torch's generator alone can serve."""
 
 
 class Place(Protocol):
@@ -68,7 +72,22 @@ class Drawing:
         if self.begin is not None:
             self.begin(drawn.place)
             return op(*args, **kwargs)
-        return run_counted(op, args, kwargs, Numbers(self, drawn))
+        numbers = Numbers(self, drawn)
+        return _seen(op, args, kwargs, numbers) if _watchers() else run_counted(op, args, kwargs, numbers)
+
+
+_watchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: Numbers) -> Any:
+    """Return what an operation draws, where a mode watches that is to see torch's operation and nothing inside of it."""
+    result = op(*args, **kwargs)
+    with _disable_current_modes():
+        drawn = run_counted(op, args, kwargs, numbers)
+        for into, made in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, drawn)), strict=True):
+            if into is not made:
+                into.copy_(made)
+    return result
 
 
 class Numbers:
@@ -153,8 +172,11 @@ _CURRENT = _Local()
 def drawing(current: Drawing, *, opaque: bool = False) -> Iterator[None]:
     """Let a chunk draw as `current` says; `opaque` is one that autograd runs as it is."""
     before, _CURRENT.drawing = _CURRENT.drawing, current
+    unknown = next((d.place for d in current.draws if d.place.endswith(ANY_NUMBER)), "")
+    if unknown and current.begin is not None:
+        current.begin(unknown)  # once for all draws of the chunk, since nobody knows their number
     try:
-        with DrawingMode(current) if opaque else nullcontext():
+        with DrawingMode(current) if opaque and not unknown else nullcontext():
             yield
     finally:
         _CURRENT.drawing = before

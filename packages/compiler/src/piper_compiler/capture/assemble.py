@@ -58,9 +58,8 @@ def trace(
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
-    `Chunk.random` says that F draws random numbers, from the default generator of its device, whose state the caller
-    sets before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws the same
-    numbers as F.dropout in eager mode from the same state.
+    `Chunk.random` says that F draws random numbers, and `Chunk.draws` by which operations, each of which the code calls
+    as `piper_ops.draw`. Dropout is traced as aten.native_dropout, which saves a mask of bools.
 
     Args:
         model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its

@@ -224,7 +224,7 @@ def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
 
 def _draws(line: Line) -> bool:
     """Return whether a line draws random numbers, which the engine may make in another way."""
-    return DRAW in line.node.meta and is_random(line.node)
+    return is_random(line.node)
 
 
 def _bound(op: OpOverload) -> bool:

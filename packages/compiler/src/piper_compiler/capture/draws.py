@@ -17,7 +17,7 @@ from torch import fx
 from piper_compiler.capture.concrete import concrete_shape, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.replay import ReplayFacts
-from piper_ir.draws import Draw
+from piper_ir.draws import ANY_NUMBER, Draw
 from piper_ops import as_written, is_draw, refusal_of_draw
 
 DRAW = "piper_draw"
@@ -121,6 +121,7 @@ class Places:
         refused = draw.refused
         if node.target is as_written:
             refused = "a module that runs as it is draws numbers for as many elements as values of tensors say"
+            return Draw(f"{path}{ANY_NUMBER}", (), f"{line_of(node)}: {refused}")
         if {node, *node.all_input_nodes, *node.users} & self._tangled:
             refused = refused or "a dimension of what is drawn has the rows inside of another one, [tokens * rows, ...]"
         return Draw(f"{path}#{first + number}", draw.rows, f"{line_of(node)}: {refused}" if refused else "")
