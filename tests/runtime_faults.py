@@ -357,6 +357,18 @@ def _drawn_by(change: Callable[[Drawing, Chunk], Drawing]) -> Callable[[Part, Ra
     return fault
 
 
+def _other_mask(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run, values = bind(part, rank), rank.store.values
+    if not isinstance(part.op, Compute) or part.op.step != "I" or not rank.plan.chunk(part.op.chunk).random:
+        return run
+
+    def other() -> None:
+        values.update({v: values[v].roll(1, 0) for v in part.reads if values[v].dtype == torch.bool})
+        run()
+
+    return other
+
+
 def _by_cut(drawing: Drawing, chunk: Chunk) -> Drawing:
     draws = [replace(draw, place=f"{chunk.id}#{k}") for k, draw in enumerate(chunk.draws)]
     return replace(drawing, draws=draws)
@@ -480,6 +492,7 @@ FAULTS: dict[str, Fault] = {
     "free_twice": Fault("a value is freed twice", part=_free_twice),
     "recompute_other_dropout": Fault("recomputation draws other random numbers than its forward", part=_other_dropout),
     "recompute_stale": Fault("every microbatch gets what was recomputed for the first one", part=_first_recomputed),
+    "mask_of_other_rows": Fault("a backward reads another mask of dropout than its forward made", part=_other_mask),
     "places_by_cut": Fault("random numbers depend on how the model is cut", part=_drawn_by(_by_cut)),
     "rows_of_the_microbatch": Fault(
         "random numbers are drawn for the rows of a microbatch, not of the batch",

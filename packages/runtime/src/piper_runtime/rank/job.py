@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from piper_runtime.rank.by_name import bound_by_name
 from piper_runtime.rank.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
 from piper_runtime.rank.job_evaluation import evaluation_batches, evaluation_data
 from piper_runtime.rank.precision import DTYPES, Precision
-from piper_runtime.rank.rng import Draws
 from piper_runtime.weights import (
     HeldTensor,
     LazyTensors,
@@ -70,17 +69,13 @@ class Job:
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
             of file names, of the path ("inputs.positions") or its end ("positions").
-        batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
-            plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
-            None refuses them.
+        batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does; running
+            averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
             (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
-        eval_data: as `batch`, or a dataset; the model is evaluated on it: forwards in eval mode.
-        eval_every: the number of steps after which it is evaluated, again and again.
+        eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
         eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
-        draws: "rows" draws random numbers (dropout and the like) by the rows of the global batch, so that every plan
-            draws what one device draws; "microbatches" draws by torch's own generator, seeded for each microbatch and
-            place in the model: other rows per microbatch are other numbers. See docs/random_numbers.md.
+        draws: by what random numbers are drawn: rows of the global batch, or microbatches; see docs/random_numbers.md.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -102,7 +97,7 @@ class Job:
     eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
     eval_every: int | None = None
     eval_batches: int | None = None
-    draws: Draws = "rows"
+    draws: Literal["rows", "microbatches"] = "rows"
 
     @property
     def shared_names(self) -> tuple[str, ...]:
