@@ -46,6 +46,7 @@ SECTIONS = {
     "saving": "saving:rows",
     "loader": "loader:rows",
     "step": "step_time:rows",
+    "draws": "draw_rates:rows",
     "sharded": "step_sharded:rows",
     "tensor": "step_tensor:rows",
     "experts": "step_expert:rows",

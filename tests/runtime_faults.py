@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
-from piper_ir.program import Step
+from piper_ir.program import Chunk, Step
+from piper_ops import Drawing
+from piper_runtime.rank import parts
 from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.parts import Operand, Thunk
 from piper_runtime.rank.rank import Binder, Rank
@@ -327,8 +330,6 @@ def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
         return run
 
     def unseeded() -> None:
-        # The generator goes on from where it stands, as it would without a rule.
-        torch.default_generator.manual_seed(rank.seed + rank.step)
         kept, rank.seed = rank.seed, rank.seed + 1
         try:
             run()
@@ -336,6 +337,41 @@ def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
             rank.seed = kept
 
     return unseeded
+
+
+def _drawn_by(change: Callable[[Drawing, Chunk], Drawing]) -> Callable[[Part, RankState, BindPart], Thunk]:
+    """Return a fault of what random numbers depend on."""
+
+    def fault(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+        run = bind(part, rank)
+        if not isinstance(part.op, Compute) or not rank.plan.chunk(part.op.chunk).random:
+            return run
+
+        def otherwise() -> None:
+            right = parts.drawing_of
+            with patch.object(parts, "drawing_of", lambda plan, chunk, *more: change(right(plan, chunk, *more), chunk)):
+                run()
+
+        return otherwise
+
+    return fault
+
+
+def _other_mask(part: Part, rank: RankState, bind: BindPart) -> Thunk:
+    run, values = bind(part, rank), rank.store.values
+    if not isinstance(part.op, Compute) or part.op.step != "I" or not rank.plan.chunk(part.op.chunk).random:
+        return run
+
+    def other() -> None:
+        values.update({v: values[v].roll(1, 0) for v in part.reads if values[v].dtype == torch.bool})
+        run()
+
+    return other
+
+
+def _by_cut(drawing: Drawing, chunk: Chunk) -> Drawing:
+    draws = [replace(draw, place=f"{chunk.id}#{k}") for k, draw in enumerate(chunk.draws)]
+    return replace(drawing, draws=draws)
 
 
 def _is_recomputation(part: Part) -> bool:
@@ -456,6 +492,13 @@ FAULTS: dict[str, Fault] = {
     "free_twice": Fault("a value is freed twice", part=_free_twice),
     "recompute_other_dropout": Fault("recomputation draws other random numbers than its forward", part=_other_dropout),
     "recompute_stale": Fault("every microbatch gets what was recomputed for the first one", part=_first_recomputed),
+    "mask_of_other_rows": Fault("a backward reads another mask of dropout than its forward made", part=_other_mask),
+    "places_by_cut": Fault("random numbers depend on how the model is cut", part=_drawn_by(_by_cut)),
+    "rows_of_the_microbatch": Fault(
+        "random numbers are drawn for the rows of a microbatch, not of the batch",
+        part=_drawn_by(lambda drawing, _: replace(drawing, first=0)),
+    ),
+    "step_that_draws": Fault("each step draws the same numbers", part=_drawn_by(lambda drawing, _: replace(drawing, step=0))),
     "wrong_random_state": Fault("random operations do not follow the seed rule", part=_reuse_random),
 }
 """Name -> fault."""

@@ -142,14 +142,19 @@ def gathered_in_another_order(c: Composition) -> Judged | None:
 def masks_of_their_own(c: Composition) -> Judged | None:
     """Each sharer draws another mask of dropout."""
 
-    def seeded(run: Any, part: Any, chunk: Any, rank: Any) -> Any:
-        def own() -> None:  # sharers run in turns, each from one collective to the next, so nothing is patched meanwhile
-            torch.manual_seed(hash((rank.seed, rank.step, part.mb, chunk.id, rank.rank)) % 2**32)
-            run()
+    right = parts._drawing
+
+    def drawing(run: Any, part: Any, chunk: Any, rank: Any) -> Any:
+        drawn = right(run, part, chunk, rank)
+
+        def own() -> None:
+            seed, rank.seed = rank.seed, rank.seed + rank.rank
+            drawn()
+            rank.seed = seed
 
         return own
 
-    with patch.object(parts, "_seeded", seeded):
+    with patch.object(parts, "_drawing", drawing):
         return _judged(c) if c.model == "gpt_dropout" and c.tp > 1 else None
 
 

@@ -71,8 +71,8 @@ def job(optimizer: str) -> Job:
 
 
 @cache
-def expected(optimizer: str, replicas: int, head: str) -> parity.Reference:
-    return parity.reference(job(optimizer), replicas=replicas, microbatches=4, head=head)
+def expected(optimizer: str, replicas: int) -> parity.Reference:
+    return parity.reference(job(optimizer), replicas=replicas, microbatches=4)
 
 
 SCHEDULES: dict[str, tuple[Any, ...]] = {
@@ -96,7 +96,7 @@ def test_every_composition_is_one_device(ep: int, dp: int, schedule: str, zero: 
     optimizer = "sgd" if again and tp == 1 else "adamw"
     made = piper.compile(job(optimizer), Strategy(mesh, directives))
     found = shared_jobs.run(made)
-    parity.assert_parity(found, expected(optimizer, ep * dp, made.plan.chunks[-1].id))
+    parity.assert_parity(found, expected(optimizer, ep * dp))
     assert not lies(made.plan, found.memory)
 
 

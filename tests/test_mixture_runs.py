@@ -68,7 +68,7 @@ def job(balance: float) -> Any:
 @cache
 def on_one_device(balance: float) -> parity.Reference:
     """The whole batch at once."""
-    return parity.reference(job(balance), replicas=1, microbatches=1, head="")
+    return parity.reference(job(balance), replicas=1, microbatches=1)
 
 
 def run(directives: list[Any], mesh: Mesh) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import piper
 from piper.api.verification import VerificationReport, verify_strategy
-from piper_runtime.rank import parts
+from piper_ir.errors import CaptureError, JobError
+from piper_ops import draws as rules
 
 WIDTH, ROWS = 8, 8
 
@@ -32,7 +34,12 @@ FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
     "randn_like": lambda y: y * torch.randn_like(y),
     "randint_like": lambda y: y * torch.randint_like(y, 1, 9),
     "multinomial": lambda y: y * torch.multinomial(torch.ones(y.shape[0], WIDTH), 1),
-    "poisson": lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)),
+    "several": lambda y: y[:, torch.multinomial(torch.ones(WIDTH), 4, replacement=True)].repeat(1, 2),
+    "log_normal_": lambda y: y * torch.empty(y.shape[0], 1).log_normal_(),
+    "cauchy_": lambda y: y * torch.empty(y.shape[0], 1).cauchy_(),
+    "geometric_": lambda y: y * torch.empty(y.shape[0], 1).geometric_(0.5),
+    "rows in the second dimension": lambda y: y * torch.rand(3, y.shape[0], 1).sum(0),
+    "several entries for each row": lambda y: y * torch.rand(y.shape[0] * WIDTH).view(-1, WIDTH),
 }
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda y: F.dropout(y, 0.5),
@@ -104,19 +111,24 @@ class Elsewhere(nn.Module):
         return self.head(x * self.layers[0].labels(given)) * torch.rand(x.shape[0], 1)
 
 
-def drawn(model: Callable[[], nn.Module]) -> VerificationReport:
+def job_of(model: Callable[[], nn.Module], **more: Any) -> piper.Job:
     def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         x = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[:, rows.start : rows.stop]
         return x[0], x[1]
 
-    job = piper.Job(
+    return piper.Job(
         model,
         batch,
         lambda output, targets: (output * targets).mean(),
         lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
         global_batch=ROWS,
+        **more,
     )
-    return verify_strategy(job, piper.Strategy(piper.Mesh(pp=2), [*piper.recipes.one_f_one_b(pp=2, microbatches=2)]), steps=1)
+
+
+def drawn(model: Callable[[], nn.Module], **more: Any) -> VerificationReport:
+    strategy = piper.Strategy(piper.Mesh(pp=2), [*piper.recipes.one_f_one_b(pp=2, microbatches=2)])
+    return verify_strategy(job_of(model, **more), strategy, steps=1)
 
 
 def different(report: VerificationReport) -> set[str]:
@@ -136,10 +148,71 @@ def test_each_function_draws_what_plain_pytorch_draws(draws: dict[str, Callable[
 @pytest.mark.long
 @EACH
 def test_other_numbers_are_told(draws: dict[str, Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "rng_seed", lambda *_: 1)
+    monkeypatch.setattr(rules, "key_of", lambda _: (1, 3))
     report = drawn(lambda: Sum(draws))
     assert [name for k, name in enumerate(draws) if f"layers.{k}" not in different(report)] == []
 
 
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "poisson": (lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)), "torch's poisson is not among"),
+    "order of rows": (lambda y: y + y[torch.randperm(y.shape[0])], "an order of the rows"),
+    "tokens around rows": (
+        lambda y: F.dropout(y.t().reshape(-1), 0.5).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows inside"
+    ),
+    "rows read otherwise": (
+        lambda y: y * torch.rand(y.shape[0] * WIDTH).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows inside"
+    ),
+    "one more than the rows": (lambda y: y * torch.rand(y.shape[0] + 1)[:-1, None], "is no multiple of the rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
+    draw, reason = REFUSED[name]
+    with pytest.raises(CaptureError, match=rf"test_random_functions.py:\d+ .*{reason}.*draws=\"microbatches\""):
+        drawn(lambda: Sum({name: draw}))
+
+
+def test_torchs_own_numbers_are_those_of_the_same_microbatches() -> None:
+    draws = {**FACTORIES, **FUNCTIONS, **{name: draw for name, (draw, _) in REFUSED.items()}}
+    report = drawn(lambda: Sum(draws), draws="microbatches")
+    assert report.equal and report.equal_whole_batch is None
+
+
 def test_numbers_are_drawn_where_a_module_runs() -> None:
     assert not drawn(Elsewhere).differences
+
+
+class Chosen(nn.Module):
+    """Rows that an own rule chooses go through dropout, so that how much is drawn depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.sum(-1) > 0).nonzero()[:, 0]
+        return torch.zeros_like(x).index_add(0, chosen, F.dropout(self.linear(x[chosen]), 0.5))
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Chosen() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_module_whose_draws_depend_on_values_draws_by_torchs_generator_alone() -> None:
+    with pytest.raises(CaptureError, match=r"a module that runs as it is draws numbers for as many elements as values"):
+        drawn(Choosing)
+    with pytest.raises(JobError, match=r"cannot be judged: .*a module that runs as it is"):
+        drawn(Choosing, draws="microbatches")
+    job = job_of(Choosing, draws="microbatches")
+    cut = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
+    whole = piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=2)])
+    one, two = (piper.execute(piper.compile(job, s), steps=2, launcher="inline", memory=False).losses for s in (whole, cut))
+    assert one == pytest.approx(two)

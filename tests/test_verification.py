@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.api.reference import reference
 from piper.api.verification import verify_strategy
 from piper_ir.errors import JobError
 
@@ -130,14 +129,11 @@ def test_partition_cuts_two_lists_into_neighbouring_layers() -> None:
     assert len(sends) == 4, sends  # an activation and its gradient, for each of two microbatches: the pipeline does not zig-zag
 
 
-@pytest.mark.parametrize(
-    ("model", "chunk"), [(Twice, r"layer0\.1"), (Nested, "half1_layer1"), (Coarse, "layer0")], ids=["twice", "nested", "coarse"]
-)
-def test_dropout_that_one_device_cannot_draw_is_refused_by_name(model: Any, chunk: str) -> None:
+@pytest.mark.parametrize("model", [Twice, Nested, Coarse])
+def test_dropout_in_parts_of_layers_and_in_layers_that_run_again_equals_one_device(model: Any) -> None:
     strategy = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
-    with pytest.raises(JobError, match=f"cannot be judged: dropout in chunk {chunk} "):
-        verify_strategy(job(lambda: model(0.5)), strategy)
-    assert verify_strategy(job(lambda: model(0.0)), strategy).equal
+    report = verify_strategy(job(lambda: model(0.5)), strategy)
+    assert report.equal and report.equal_whole_batch, report.text()
 
 
 class SameMask(nn.Module):
@@ -160,7 +156,7 @@ def test_a_second_chunk_of_a_layer_draws_another_mask(monkeypatch: pytest.Monkey
     compiled = piper.compile(trained, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=1),)))
     assert [c.id for c in compiled.plan.chunks if c.random] == ["layer0", "between1_layer0"]
     assert piper.execute(compiled, steps=1, launcher="inline").losses[0] > 0
-    monkeypatch.setattr("piper_runtime.rank.rank_state.rng_places", lambda chunks: dict.fromkeys([c.id for c in chunks], 0))
+    monkeypatch.setattr("piper_ops.draws.key_of", lambda text: (1, 3))
     assert piper.execute(compiled, steps=1, launcher="inline").losses[0] == 0
 
 
@@ -184,9 +180,3 @@ def test_a_job_of_one_row_compiles() -> None:
 
     trained = piper.Job(lambda: Block(0.0), single, nn.functional.mse_loss, job(Block).optimizer, global_batch=1)
     assert piper.compile(trained, one).plan.rows == 1
-
-
-def test_the_reference_says_where_it_set_the_state() -> None:
-    assert reference(job(TwoLists), steps=1).places == {"root", 0, 1, 2, 3, "root.1"}
-    # The second round begins when the head's state is set already, behind layer 1: neither can be trusted.
-    assert reference(job(lambda: Twice(0.5)), steps=1).places == {"root", 0}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper_ir.draws import Draw
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import Affine, TensorSpec
 from piper_runtime.rank.code import ShippedCode
@@ -79,6 +80,7 @@ def chain_job(layers: int, global_batch: int, *, tied: bool = False, drop: bool 
         "precision": Precision(params="float64"),
         "seed": 3,
         "batch": batch,
+        "draws": "microbatches",
     }
     return Job(model=lambda: Chain(layers, tied, drop), global_batch=global_batch, **{**fields, **more})
 
@@ -131,7 +133,8 @@ def _layer(k: int, drop: bool, param: str) -> Chunk:
         steps["I"] = Signature((), ())
         steps["W"] = Signature(("in0", "out0", *kept, "tan0"), (), (1,))
         code += ".first"
-    return Chunk(f"layer{k}", {"layer": k}, tuple(inputs), tuple(outputs), ports, steps, code, random=drop)
+    draws = (Draw(f"{k}#0", (1, 0)),) if drop else ()
+    return Chunk(f"layer{k}", {"layer": k}, tuple(inputs), tuple(outputs), ports, steps, code, random=drop, draws=draws)
 
 
 _HEAD = """
@@ -171,10 +174,12 @@ def step(args):
     },
     "drop": {
         "F": f"""
+from piper_ops import draw
+
 def step(args):
     x, w = args
     args.clear()
-    mask = (torch.rand(x.shape, dtype=x.dtype) >= {DROP}).to(x.dtype)
+    mask = (draw(0, torch.ops.aten.rand.default, list(x.shape), dtype=x.dtype) >= {DROP}).to(x.dtype)
     return (torch.mm(x, w).tanh_().mul_(mask), mask)
 """,
         "I": """
@@ -188,10 +193,12 @@ def step(args):
     },
     "drop.first": {
         "F": f"""
+from piper_ops import draw
+
 def step(args):
     x, w, n = args
     args.clear()
-    mask = (torch.rand(x.shape, dtype=x.dtype) >= {DROP}).to(x.dtype)
+    mask = (draw(0, torch.ops.aten.rand.default, list(x.shape), dtype=x.dtype) >= {DROP}).to(x.dtype)
     return (torch.mm(x, w).tanh_().mul_(mask), n + 1, mask)
 """,
         "W": """
@@ -254,7 +261,7 @@ class Reference:
         for k in range(parts):
             first = k * self._rows
             x, t = job.batch(step, range(first, first + self._rows))
-            self.model.seed_layer = lambda layer, first=first: torch.manual_seed(rng_seed(job.seed, step, first, layer))
+            self.model.seed_layer = lambda layer, first=first: torch.manual_seed(rng_seed(job.seed, step, first, f"{layer}#0"))
             loss = job.loss(self.model(x.to(job.precision.dtype)), t.to(job.precision.dtype))
             if isinstance(loss, tuple):
                 losses.append(loss[0].item())

@@ -112,10 +112,10 @@ def test_control_a_schedule_or_a_seed_that_is_off_by_one_is_seen(tmp_path: Path,
         m.setattr(RankOptimizer, "__init__", lambda self, *a: made(self, *a[:-1], a[-1] - 1))
         assert not same(whole, run(plan, job, steps=3, resume=resume))
     with monkeypatch.context() as m:
-        from piper_runtime.rank import parts
+        from piper_runtime.rank import rng
 
-        seed = parts.rng_seed
-        m.setattr(parts, "rng_seed", lambda s, step, *more: seed(s, step - 1, *more))
+        seed = rng.rng_seed
+        m.setattr(rng, "rng_seed", lambda s, step, *more: seed(s, step - 1, *more))
         assert not same(whole, run(plan, job, steps=3, resume=resume))
 
 

@@ -186,6 +186,7 @@ NOTICED_BY: dict[str, dict[str, Any]] = {
 NEEDS_MORE = (
     *("short_add", "refilled_batch", "dead_plain_kernel"),
     *("stale_copies", "stale_master", "no_master", "narrow_sums", "narrow_reduction"),
+    *("mask_of_other_rows", "places_by_cut", "rows_of_the_microbatch", "step_that_draws"),
     *("skip_fold", "dirty_buffer", "stale_gather", "recompute_other_dropout", "recompute_stale"),
 )
 """A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one dtype, no

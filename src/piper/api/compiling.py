@@ -14,6 +14,7 @@ from piper.api.batch_statistics import MICROBATCH, averages_of, check_shared_nor
 from piper.api.batch_statistics import check_rows as check_norm_rows
 from piper.api.capturing import layered_by, program_at, shared_by, traced_job, under_policies
 from piper.api.evaluating import compiled_evaluation
+from piper.api.random_draws import check_draws
 from piper_compiler import (
     Directive,
     Options,
@@ -191,6 +192,7 @@ def trained_job(
     traced = traced_job(source)
     asked = () if directives is None else asked_layers(directives, traced.outline)
     captured = under_policies(layered_by(traced, asked), ())
+    check_draws(source, captured.program)
     spec = optimizer_spec(source, captured.program.params)
     given = source.precision
     training = Training(

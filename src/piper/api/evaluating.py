@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from piper.api.capturing import layered_by, program_at, shared_by, traced_job, under_policies
+from piper.api.random_draws import check_draws
 from piper_compiler import FORGETS, Lowered, Options, Strategy, asked_layers, compile_program, policies_of, shardings_of
 from piper_ir.errors import CaptureError, CompileError, DirectiveError, JobError
 from piper_ir.expert_tokens import counts_tokens
@@ -56,6 +57,7 @@ def _captured(job: Job, strategy: Strategy) -> Captured:
     captured = layered_by(traced, asked_layers(strategy.directives, traced.outline))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, (FORGETS, *policies_of(strategy.directives)))
+    check_draws(job, captured.program)
     changed = [o.ref for c in captured.program.chunks for o in c.outputs if o.kind == "buffer" and not counts_tokens(o.ref)]
     if changed:
         raise JobError(

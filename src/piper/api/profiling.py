@@ -204,6 +204,7 @@ def _requests(
         job.seed,
         repeats,
         _sizes((target.plan, *sharing), singles[-1].plan),
+        job.draws,
     )
     return dict.fromkeys(range(target.plan.mesh.world), request)
 

@@ -50,7 +50,6 @@ class Reference:
         parameters: After the last step, under their first names.
         buffers: After the last step, under their first names, without those that count the tokens of experts.
         state_dict: The module's, after the last step.
-        places: Where the random state was set as for a plan: layers, and the parts before and after them.
         by_parts: Whether the model ran on one microbatch after the other.
     """
 
@@ -59,7 +58,6 @@ class Reference:
     parameters: Tensors
     buffers: Tensors
     state_dict: Tensors
-    places: frozenset[int | str] = frozenset()
     by_parts: bool = False
 
     @property
@@ -74,8 +72,6 @@ def reference(
     replicas: int = 1,
     microbatches: int = 1,
     steps: int = STEPS,
-    head: int | str = "root.1",
-    layers: Sequence[str] = (),
     whole: bool = True,
 ) -> Reference:
     """Train a job's model on one device, on the whole batch at once.
@@ -83,13 +79,10 @@ def reference(
     Models whose forward changes buffers, or takes statistics of a batch, run one microbatch after the other; their loss
     is nevertheless computed from the outputs of all, if the job has a `loss`. With Job(loss_over="microbatch"), or
     `whole=False`, a step trains the mean of the losses of microbatches.
-
-    `head` is the seed's place for random operations after the last layer, and `layers` has the names of the modules
-    that are the layers, one for each run, where they are others than the entries of nn.ModuleLists.
     """
     with torch.random.fork_rng(devices=[]), _flex_attention_trained():
         torch.manual_seed(job.seed)
-        trainer = _Trainer(job, replicas, microbatches, head, layers, whole and job.loss_over == "batch")
+        trainer = _Trainer(job, replicas, microbatches, whole and job.loss_over == "batch")
         results = [trainer.step(step) for step in range(steps)]
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -97,7 +90,7 @@ def reference(
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     by_parts = trainer.by_parts or not trainer.whole
-    return Reference(losses, gradients, named, buffers, state, trainer.random.places, by_parts)
+    return Reference(losses, gradients, named, buffers, state, by_parts)
 
 
 @contextmanager
@@ -118,9 +111,7 @@ def _flex_attention_trained() -> Iterator[None]:
 class _Trainer:
     """Hold the module and its optimizer, under a job's rules."""
 
-    def __init__(
-        self, job: Any, replicas: int, microbatches: int, head: int | str, layers: Sequence[str] = (), whole: bool = True
-    ):
+    def __init__(self, job: Any, replicas: int, microbatches: int, whole: bool = True):
         self.job, self.replicas, self.microbatches, self.whole = job, replicas, microbatches, whole
         params = getattr(torch, job.precision.params)
         self.wide = torch.promote_types(params, torch.float32)
@@ -131,12 +122,12 @@ class _Trainer:
         if isinstance(self.loss, nn.Module):
             cast_tensors(self.loss, params, self.compute)
         load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
-        self.random = RandomState(self.model, job.seed, head, layers)
+        self.random = RandomState(self.model, job.seed, job.draws)
         self.updated = _Updated(self.model, job.precision)
         made = job.optimizer(self.updated.named())
         self.optimizers = [*made] if isinstance(made, list | tuple) else [made]
         self.schedulers = [job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler]
-        self.by_parts = job.batch_norm is not None
+        self.by_parts = job.batch_norm is not None or job.draws != "rows"
 
     def step(self, step: int) -> tuple[float, Tensors]:
         """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
@@ -157,28 +148,35 @@ class _Trainer:
     def _whole_batch(self, step: int) -> float:
         """Compute the gradients of the whole batch's loss; return the loss."""
         before, rows = _copies(self.model), range(self.job.global_batch)
-        parts = self._microbatches if self.by_parts else [rows]
-        output, targets = self._forward(step, parts)
-        if not self.by_parts and len(self._microbatches) > 1 and _changed(self.model, before):
+        if not self.by_parts:
+            with self.random.during(step, rows):  # what forward draws, a backward that recomputes draws again
+                loss = self._loss(*self._called(step, rows))
+                if len(self._microbatches) == 1 or not _changed(self.model, before):
+                    return self._ended(loss)
             self.by_parts = True  # forward changes buffers, once for each microbatch
             _restore(self.model, before)
-            return self._whole_batch(step)
-        loss = _scalar(_own_loss(output) if self.loss is None else self.loss(output, targets))
+        return self._ended(self._loss(*self._forward(step)))
+
+    def _ended(self, loss: Tensor) -> float:
         loss.backward()
         self.updated.add()
         return float(loss.detach())
 
-    def _forward(self, step: int, parts: Sequence[range]) -> tuple[Any, Any]:
-        """Return the outputs of the model for these parts of the batch, one behind the other, and their targets."""
+    def _loss(self, output: Any, targets: Any) -> Tensor:
+        return _scalar(_own_loss(output) if self.loss is None else self.loss(output, targets))
+
+    def _forward(self, step: int) -> tuple[Any, Any]:
+        """Return the outputs of the model for all microbatches, one behind the other, and their targets."""
         before = _copies(self.model)
         first: dict[str, Tensor] = {}
         outputs, targets = [], []
-        for number, rows in enumerate(parts):
+        for number, rows in enumerate(self._microbatches):
             if number and not number % self.microbatches:
                 first = first or _copies(self.model)
                 _restore(self.model, before)  # every replica starts the step from the same buffers
-            output, target = self._called(step, rows)
-            outputs.append(output)
+            with self.random.during(step, rows):
+                output, target = self._called(step, rows)
+            outputs.append(_own_loss(output) if self.loss is None else output)
             targets.append(target)
         if first:
             _restore(self.model, first)  # the first replica's copy counts
@@ -193,11 +191,12 @@ class _Trainer:
             if number and not number % self.microbatches:
                 first = first or _copies(self.model)
                 _restore(self.model, before)
-            output, targets = self._called(step, rows)
-            loss = _own_loss(output) if self.loss is None else self.loss(output, targets)
-            value, *weight = loss if isinstance(loss, tuple) else (loss,)
-            # A mean: each microbatch has its share before its backward, which need not be linear in it.
-            value.backward(None if weight else torch.full_like(value, 1.0 / len(self._microbatches)))
+            with self.random.during(step, rows):
+                output, targets = self._called(step, rows)
+                loss = _own_loss(output) if self.loss is None else self.loss(output, targets)
+                value, *weight = loss if isinstance(loss, tuple) else (loss,)
+                # A mean: each microbatch has its share before its backward, which need not be linear in it.
+                value.backward(None if weight else torch.full_like(value, 1.0 / len(self._microbatches)))
             self.updated.add()
             losses.append(float(value.detach()))
             weights += [float(w) for w in weight]
@@ -220,13 +219,12 @@ class _Trainer:
         inputs, targets = _pair(self.job.batch(step, rows))
         inputs = pytree.tree_map(self._cast, inputs)
         targets = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), targets)
-        with self.random.during(step, rows.start):
-            if isinstance(inputs, tuple):
-                output = self.model(*inputs)
-            elif isinstance(inputs, Mapping):
-                output = self.model(**inputs)
-            else:
-                output = self.model(inputs)
+        if isinstance(inputs, tuple):
+            output = self.model(*inputs)
+        elif isinstance(inputs, Mapping):
+            output = self.model(**inputs)
+        else:
+            output = self.model(inputs)
         if any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(targets)):
             output = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), output)  # of two dtypes a loss takes one
         return output, targets

@@ -1,104 +1,221 @@
-"""Set the random state of plain PyTorch as a plan does: before the model, before each layer, and after all of them."""
+"""Draw random numbers in plain PyTorch by the rule of docs/random_numbers.md, which is restated here.
+
+A mode of torch stands below autograd and computes each operation that draws. Its place is the module that runs, as the
+modules' own forwards say, and the number of the draw among that module's. This shares no code with Piper.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ALL = 2**64 - 1
+_BITS = {torch.bfloat16: 8, torch.float16: 11}
+
+
+class _Position(NamedTuple):
+    """Say where a forward is: the module that runs, and how often each has drawn."""
+
+    module: str
+    drawn: Mapping[str, int]
 
 
 class RandomState:
-    """Set torch's generator before the model, before each layer, and when all layers have run (`head`).
+    """Give a model the numbers of Job.draws: by row of the batch, or torch's own for each microbatch and place.
 
-    Layers are the entries of the outermost nn.ModuleLists, numbered consecutively in the order of registration, or the
-    runs of modules that are named.
+    The seed that torch's generator has is the number of the position in a forward. So a layer that runs again in the
+    backward, under torch.utils.checkpoint, begins where it was, and draws the same numbers as before.
     """
 
-    def __init__(self, model: nn.Module, seed: int, head: int | str, layers: Sequence[str] = ()):
-        self._seed, self._head = seed, head
-        self._numbers: dict[nn.Module, list[int]] = {}
-        for number, layer in enumerate(_entries(model, set()) if not layers else map(model.get_submodule, layers)):
-            numbers = self._numbers.setdefault(layer, [])
-            if layers or not numbers:
-                numbers.append(number)
-        self._runs: dict[nn.Module, int] = {}
-        self._step = self._row = 0
-        self._waiting: set[int] = set()
-        self._latest: int | str = "root"
-        self._at_head = False
-        self._set: set[int | str] = set()
-        self._doubtful: set[int | str] = set()
-        self._again: list[RemovableHandle] = []
-
-    @property
-    def places(self) -> frozenset[int | str]:
-        """Return where the state was set: numbers of layers, "root" and the head."""
-        return frozenset(self._set - self._doubtful)
+    def __init__(self, model: nn.Module, seed: int, draws: str = "rows"):
+        self._names = {module: name for name, module in model.named_modules()}
+        self._seed, self._by_row = seed, draws == "rows"
+        self._step, self._rows = 0, range(0)
+        self._positions: list[_Position] = []
 
     @contextmanager
-    def during(self, step: int, row: int) -> Iterator[None]:
-        """Set the random state during one forward, whose microbatch begins at `row` of the global batch.
+    def during(self, step: int, rows: range) -> Iterator[None]:
+        """Draw for these rows of the global batch inside of the block: in one forward, and in its backward.
 
-        A layer that runs again in the backward, under torch.utils.checkpoint, draws the same numbers as before.
+        If the rows are not the first ones, the first dimension of what is drawn is taken for theirs where it has
+        equally many entries for each.
         """
-        self._stop()
-        self._step, self._row, self._waiting = step, row, {n for numbers in self._numbers.values() for n in numbers}
-        self._runs = dict.fromkeys(self._numbers, 0)
-        self._at_head, self._latest = False, "root"
-        hooks = [layer.register_forward_pre_hook(lambda layer, _: self._before(layer)) for layer in self._numbers]
-        hooks += [layer.register_forward_hook(lambda layer, *_: self._after(layer)) for layer in self._numbers]
-        self._at("root")
+        self._step, self._rows, self._positions = step, rows, []
+        self._move("", {})
+        own = [(module, vars(module).get("forward")) for module in self._names]
+        for module, name in self._names.items():
+            module.forward = self._within(name, module.forward)
         try:
-            yield
+            with _Mode(self._drawn):
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
-            self._again = [layer.register_forward_pre_hook(lambda layer, _: self._repeat(layer)) for layer in self._numbers]
+            for module, forward in own:
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
 
-    def _stop(self) -> None:
-        for hook in self._again:
-            hook.remove()
+    def _within(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self._at()
+            self._move(name, before.drawn)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._move(before.module, self._at().drawn)
 
-    def _repeat(self, layer: nn.Module) -> None:
-        """Set the random state of a layer's run in the backward, which makes the last run again first."""
-        self._at(self._number(layer))
-        self._runs[layer] = max(1, self._runs[layer] - 1)
+        return run
 
-    def _before(self, layer: nn.Module) -> None:
-        if self._at_head:  # a layer runs again: what ran in between was no head, and had the head's state
-            self._doubtful |= {self._head, self._latest}
-        self._runs[layer] += 1
-        self._at_head, self._latest = False, self._number(layer)
-        self._at(self._latest)
+    def _at(self) -> _Position:
+        return self._positions[torch.initial_seed()]
 
-    def _after(self, layer: nn.Module) -> None:
-        number = self._number(layer)
-        done = self._waiting == {number}
-        self._waiting.discard(number)
-        if done:
-            self._at_head = True
-            self._at(self._head)
+    def _move(self, module: str, drawn: Mapping[str, int]) -> None:
+        self._positions.append(_Position(module, drawn))
+        torch.default_generator.manual_seed(len(self._positions) - 1)  # torch.manual_seed: 50 times as long
 
-    def _number(self, layer: nn.Module) -> int:
-        """Return the number of a layer's latest run."""
-        return self._numbers[layer][min(self._runs[layer], len(self._numbers[layer])) - 1]
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation draws in this position, and go on to the next."""
+        module, drawn = self._at()
+        place = f"{module}#{drawn.get(module, 0)}"
+        if self._by_row:
+            result = _by_row(func, args, kwargs, functools.partial(self._numbers, place))
+        else:
+            text = f"{self._seed}/{self._step}/{self._rows.start}/{place}"
+            digest = blake2b(text.encode(), digest_size=8).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+            result = func(*args, **kwargs)
+        self._move(module, {**drawn, module: drawn.get(module, 0) + 1})
+        return result
 
-    def _at(self, place: int | str) -> None:
-        self._set.add(place)
-        digest = blake2b(f"{self._seed}/{self._step}/{self._row}/{place}".encode(), digest_size=8).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # torch.manual_seed: 50 times as long
+    def _numbers(self, place: str, shape: torch.Size, stream: int = 0) -> Tensor:
+        """Return the numbers of a tensor's elements: integers of 32 bits, the two halves of words of SplitMix64."""
+        key = f"{self._seed}/{self._step}/{place}" + (f"/{stream}" if stream else "")
+        digest = blake2b(key.encode(), digest_size=16).digest()
+        start, step = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little") | 1
+        if (step ^ (step >> 1)).bit_count() < 24:
+            step ^= 0xAAAAAAAAAAAAAAAA
+        rows, count = len(self._rows), shape.numel()
+        first = self._rows.start * (count // rows) if shape and shape[0] % rows == 0 else 0
+        element = torch.arange(first, first + count)
+        word = (element >> 1) * _signed(step) + _signed(start)
+        word = (word ^ _shifted(word, 30)) * _signed(0xBF58476D1CE4E5B9)
+        word = (word ^ _shifted(word, 27)) * _signed(0x94D049BB133111EB)
+        word = word ^ _shifted(word, 31)
+        half = torch.where(element % 2 == 0, word, word >> 32) & 0xFFFFFFFF
+        return (half ^ 2**31).view(shape)  # a half is a signed integer, and counted from the least one
 
 
-def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the entries of the ModuleLists that are in no other one, except modules in `seen`."""
-    for child in module.children():
-        if child not in seen:
-            seen.add(child)
-            entries = (
-                [entry for entry in child if entry is not None] if isinstance(child, nn.ModuleList) else _entries(child, seen)
-            )
-            yield from entries
+def _signed(word: int) -> int:
+    word &= _ALL
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(word: Tensor, by: int) -> Tensor:
+    return (word >> by) & (_ALL >> by)
+
+
+class _Mode(TorchDispatchMode):
+    """Hand operations that draw random numbers to a function."""
+
+    def __init__(self, drawn: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
+        self._drawn = drawn
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._drawn(func, args, kwargs) if _draws(func, args, kwargs) else func(*args, **kwargs)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation draws: kernels of attention and rrelu have torch's tag also where they do not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or "backward" in str(func):
+        return False
+    given = _arguments(func, args, kwargs)
+    own = given.get("generator") is not None  # that of a generator of one's own is torch's
+    return not own and given.get("dropout_p") != 0.0 and given.get("training") is not False
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = {a.name: a.default_value for a in func._schema.arguments}
+    return {**names, **dict(zip(names, args)), **kwargs}
+
+
+def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]) -> Any:
+    """Return what an operation draws from numbers: torch draws first, for the result's form."""
+    given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
+    result = func(*args, **kwargs)
+    if name == "native_dropout":
+        result[1].copy_(_below(numbers(result[1].shape), 1 - given["p"]))
+        return result[0].copy_(given["input"] * result[1] * (0.0 if given["p"] == 1 else 1 / (1 - given["p"]))), result[1]
+    if name == "rrelu_with_noise":
+        x, noise, low = given["self"], given["noise"], given["lower"]
+        slopes = _uniform(numbers(x.shape), x.dtype) * (given["upper"] - low) + low
+        return result.copy_(x * noise.copy_(torch.where(x <= 0, slopes, torch.ones_like(slopes))))
+    return result.copy_(_VALUES[name.rstrip("_")](given, result, numbers))
+
+
+def _below(number: Tensor, chance: float) -> Tensor:
+    return number < int(chance * 2.0**32)
+
+
+def _uniform(number: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = _BITS.get(dtype, 24)
+    return ((number >> (32 - bits)) * 2.0**-bits).to(dtype)
+
+
+def _open(number: Tensor) -> Tensor:
+    return (number.double() + 0.5) * 2.0**-32
+
+
+def _bernoulli(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
+    chance = given.get("p", given["self"])
+    return _open(numbers(like.shape)) < chance if isinstance(chance, Tensor) else _below(numbers(like.shape), chance)
+
+
+def _from_to(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return _uniform(numbers(like.shape), like.dtype) * (high - low) + low
+
+
+def _normal(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
+    first, second = (_open(numbers(like.shape, stream)) for stream in (0, 1))
+    return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get("std", 1.0) + given.get("mean", 0.0)
+
+
+def _integers(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
+    low = given.get("low", given.get("from", 0))
+    wide = (numbers(like.shape) << 31) + (numbers(like.shape, 1) >> 1)
+    return wide % (given.get("high", given.get("to")) - low) + low
+
+
+def _multinomial(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
+    shares, count = given["self"].double(), given["num_samples"]
+    if count == 1 or not given["replacement"]:
+        return (shares / -_open(numbers(shares.shape)).log()).topk(count, -1).indices
+    sums = shares.cumsum(-1)
+    found = torch.searchsorted(sums, _open(numbers(like.shape)) * sums[..., -1:], right=True)
+    return found.clamp(max=shares.shape[-1] - 1)
+
+
+_VALUES: Mapping[str, Callable[[dict[str, Any], Tensor, Callable[..., Tensor]], Tensor]] = {
+    "bernoulli": _bernoulli,
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _from_to),
+    **dict.fromkeys(("randn", "randn_like", "normal"), _normal),
+    "log_normal": lambda given, like, numbers: _normal(given, like, numbers).exp(),
+    "exponential": lambda given, like, numbers: -_open(numbers(like.shape)).log() / given["lambd"],
+    "cauchy": lambda given, like, numbers: (
+        ((_open(numbers(like.shape)) - 0.5) * math.pi).tan() * given["sigma"] + given["median"]
+    ),
+    "geometric": lambda given, like, numbers: (_open(numbers(like.shape)).log() / math.log1p(-given["p"])).ceil(),
+    **dict.fromkeys(("randint", "randint_like", "random"), _integers),
+    "randperm": lambda given, like, numbers: numbers(like.shape).argsort(stable=True),
+    "multinomial": _multinomial,
+}

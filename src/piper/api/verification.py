@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from piper.api.capturing import captured_job, captured_once
 from piper.api.compiling import Compiled, compile
 from piper.api.execution import execute
+from piper.api.random_draws import check_judged
 from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
 from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
 from piper_compiler.capture import Captured
-from piper_ir.errors import JobError
-from piper_ir.plan import Plan
 from piper_ir.tools import working
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
-from piper_runtime.rank import rng_places
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class WholeBatch:
     def text(self) -> str:
         """Return the comparison as one sentence."""
         if self.random:
-            return f"the whole batch in one forward: not compared, for it draws other random numbers in chunk {self.random}"
+            return f"the whole batch in one forward: not compared, since chunk {self.random} draws by torch's own generator"
         if not self.differences:
             return "the whole batch in one forward: equal as well"
         if self.advancing:
@@ -107,26 +104,20 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     """
     wide = replace(job.unevaluated, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
+    check_judged(compiled.plan)
     verify(compiled.plan)
     with working("running the plan in float64"):  # first: it refuses by name
         run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)
     plan = compiled.plan
-    head = rng_places(plan.chunks)[plan.chunks[-1].id]
-    layers = compiled.layers.runs if compiled.layers is not None else ()
-    random = next((c.id for c in plan.chunks if c.random), "")
-    divided: dict[str, Any] = {"replicas": plan.replicas, "microbatches": plan.microbatches}
     with working("training in plain PyTorch"):
-        expected = reference(wide, **divided, steps=steps, head=head, layers=layers, whole=not random)
-    _check_random(plan, expected)
+        expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps)
     outcome = RunOutcome.of(run)
     beyond, tolerance = compared(outcome, expected, captured_job(wide))
-    whole = _whole_batch(wide, compiled, steps, outcome, tolerance, random) if expected.by_parts else None
+    whole = _whole_batch(wide, compiled, steps, outcome, tolerance) if expected.by_parts else None
     return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(
-    job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance, random: str
-) -> WholeBatch | None:
+def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
     """Compare with the whole batch in one forward.
 
     Parameters are left out: where a true gradient is zero, Adam makes steps from rounding, which differs here.
@@ -135,7 +126,7 @@ def _whole_batch(
     if plan.microbatches * plan.replicas == 1:
         return None
     names = tuple(a.name for a in compiled.advancing)
-    if random:
+    if job.draws != "rows" and (random := next((c.id for c in plan.chunks if c.random), "")):
         return WholeBatch([], names, random)
     with working("training the whole batch in plain PyTorch"):
         both = differences(outcome, reference(job, steps=steps), tolerance.value)
@@ -153,21 +144,3 @@ def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tupl
         if not beyond:
             break
     return beyond, tolerance
-
-
-def _check_random(plan: Plan, expected: Reference) -> None:
-    """Raise JobError when the reference drew other random numbers than the plan will, so that differences say nothing.
-
-    The plan sets the random state before each chunk, the reference before each layer. These are the same where every
-    chunk that draws has a place that the reference knows, and no layer of the reference lies within a chunk.
-    """
-    places = rng_places(plan.chunks)
-    inside = {p for p in expected.places if isinstance(p, int)} - set(places.values())
-    other = [c for c in plan.chunks if c.random and (places[c.id] not in expected.places or (inside and "layer" in c.coords))]
-    if other:
-        named = min(other, key=lambda c: isinstance(places[c.id], int))  # rather the part of a layer than its first chunk
-        raise JobError(
-            f"{plan.mesh}: cannot be judged: dropout in chunk {named.id} (or another random operation). Plain PyTorch draws the "
-            "same numbers only where random operations stand in layers that are one chunk each and run once, or before or after "
-            "all layers without coordinates of their own. Verify with p=0"
-        )

@@ -215,7 +215,10 @@ def _random_note(compiled: Compiled) -> str:
     random = [c.id for c in compiled.program.chunks if c.random]
     if not random:
         return ""
+    if compiled.job is None or compiled.job.draws == "rows":
+        return f"{random[0]} draws random numbers (dropout): those of one device for the whole batch, as under any strategy"
     rows = compiled.plan.rows
     return (
-        f"{random[0]} draws random numbers (dropout); strategies with {rows} rows per microbatch draw equal masks, others do not"
+        f"{random[0]} draws random numbers (dropout) by torch's own generator; strategies with {rows} rows per microbatch draw "
+        "equal masks, others do not"
     )

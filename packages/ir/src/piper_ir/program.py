@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Literal
 
 from piper_ir.content import content_key
+from piper_ir.draws import Draw
 from piper_ir.layout import Layout, StepCollective
 from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
@@ -233,11 +234,10 @@ class Chunk:
     Attributes:
         id: an id derived from coordinates and visit ("layer3", "layer3.1").
         coords: coordinate name -> value.
-        inputs: the tensors that the chunk reads.
-        outputs: the tensors that the chunk makes.
+        inputs, outputs: the tensors that the chunk reads and makes.
         ports: port -> shape and dtype.
         code: the key of its functions in the store of code; equal for chunks that share code.
-        random: whether F draws random numbers.
+        random, draws: whether F draws random numbers, and by which operations, in the order in which its code numbers them.
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
         keep: the policy of recomputation, which says what F keeps for I and W. Chunks keep all; variants do not.
         experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.
@@ -256,6 +256,7 @@ class Chunk:
     keep: str = KEEP_ALL
     experts: str = ""
     terms: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    draws: tuple[Draw, ...] = ()
 
     @property
     def trades(self) -> str:
@@ -301,8 +302,7 @@ class Param:
     Attributes:
         name: its first name.
         tied: its other names.
-        trained: False without requires_grad or without a gradient path; then it is in no bucket, has no state and is
-            not updated.
+        trained: False without requires_grad or a gradient path: it is in no bucket, has no state and is not updated.
         layout: how devices that share its chunks take it apart; its spec is that of one device's part.
         summed: the axes along which the gradients that devices make are terms of a sum.
     """

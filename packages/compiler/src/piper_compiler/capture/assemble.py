@@ -19,6 +19,7 @@ from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
 from piper_compiler.capture.concrete import concrete_shape, line_of
 from piper_compiler.capture.counting import CounterSpec
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
+from piper_compiler.capture.draws import Places, draws_of
 from piper_compiler.capture.dynamo import AuxiliaryForm, Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.linearity import Auxiliary
@@ -65,9 +66,8 @@ def trace(
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
-    `Chunk.random` says that F draws random numbers, from the default generator of its device, whose state the caller
-    sets before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws the same
-    numbers as F.dropout in eager mode from the same state.
+    `Chunk.random` says that F draws random numbers, and `Chunk.draws` by which operations, each of which the code calls
+    as `piper_ops.draw`. Dropout is traced as aten.native_dropout, which saves a mask of bools.
 
     Args:
         model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its
@@ -190,6 +190,8 @@ class _Assembly:
         self._fitted: dict[str, Chunk] = {}
         self._wanted: set[tuple[int, fx.Node]] = set()
         self._pieces = {p.region.number: p for p in pieces.pieces}
+        self._places = Places(forward, pieces.facts)
+        self._made_of: dict[str, Piece] = {}
 
     def captured(self) -> Captured:
         with _torch.CAPTURING:
@@ -248,6 +250,7 @@ class _Assembly:
         body = self._fitted.get(code)
         if body is None:
             body = self._fitted[code] = self._fit(code, piece, specs)
+            self._made_of[code] = piece
             self._store.expect(code, body)
         inputs = tuple(
             Input(slot.kind, self._reference(slot), spec, wanted.needs_grad)
@@ -260,7 +263,9 @@ class _Assembly:
             Output(r.kind, o.spec, r.name, o.needs_grad, r.varies) for r, o in zip(piece.results, body.outputs, strict=True)
         )
         shared = body.ports, body.steps, code, body.random, piece.opaque
-        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, *shared)
+        alike = self._cut.body(self._made_of[code])
+        draws = self._places.of(body.draws, alike, self._cut.body(piece)) if body.draws else ()
+        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, *shared, draws=draws)
 
     def _fit(self, code: str, piece: Piece, specs: Sequence[TensorSpec]) -> Chunk:
         """Return a chunk with everything that all chunks with this code share."""
@@ -269,7 +274,9 @@ class _Assembly:
             traces = {r: self._store.trace(code, r) for r in rows}
             fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
             try:
-                return self._shared(piece, specs, traces[rows[0]], fitter)
+                return replace(
+                    self._shared(piece, specs, traces[rows[0]], fitter), draws=draws_of(rows, [t.draws for t in traces.values()])
+                )
             except NotAffine as error:
                 problem = problem or explain(error, piece.region.id, traces)
         assert problem is not None

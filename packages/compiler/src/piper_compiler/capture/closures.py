@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from piper_compiler.capture._torch_joint import OpOverload
+from piper_ops import is_draw
 
 
 @dataclass
@@ -60,5 +59,5 @@ def drawn_before(last: Collection[fx.Node], nodes: Iterable[fx.Node]) -> list[fx
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws random numbers, by its tag in torch."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Return whether an op draws random numbers."""
+    return is_draw(node.target, node.args, node.kwargs)

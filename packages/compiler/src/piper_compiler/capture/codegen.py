@@ -14,7 +14,8 @@ The text depends on the graph alone. Behind each op stands the user's line that 
 once as globals, and the device of factory ops is the global DEVICE.
 A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, one between two passes over
 rows of experts one of TRADES, and a device's place along an axis is PLACE[axis]; all come from the engine that runs the
-step. Views are printed as reshape, because strides on the running device may differ from those seen at capture.
+step. A random operation is a call of `draw` with its number in the chunk. Views are printed as reshape, because strides
+on the running device may differ from those seen at capture.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import exchanges
 from piper_compiler.capture._torch_joint import OpOverload
+from piper_compiler.capture.closures import is_random
 from piper_compiler.capture.concrete import frame_of
 from piper_compiler.capture.coordinate import Coordinate
+from piper_compiler.capture.draws import DRAW
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.errors import CaptureError
@@ -103,8 +106,10 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
     ops = dict.fromkeys(op for line, _ in found if line is not None and not _bound(op := _op(line)))
     used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
     results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
+    drawing = any(map(_draws, lines))
     source = [
         f"# step {step}",
+        *(["from piper_ops import draw", ""] if drawing else []),
         *(f"{_global(op)} = torch.ops.{op._schema.name.replace('::', '.')}.{op._overloadname}" for op in ops),
         "",
         "",
@@ -201,6 +206,8 @@ def _line(line: Line) -> str:
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     elif op in METHODS:  # torch.add(0.5, x) has a number in the first place
         call = f"torch.ops.{op}({', '.join([first, *rest])})"
+    elif _draws(line):
+        call = f"draw({', '.join([str(node.meta[DRAW]), _global(op), first, *rest])})"
     else:
         call = f"{FUNCTIONS.get(op) or _global(op)}({', '.join([first, *rest])})"
     return _assigned(line, call, line.drops)
@@ -213,6 +220,11 @@ def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
         return f"{node.name} = {call}" + (f"; del {', '.join(n.name for n in drops)}" if drops else "")
     items = "; ".join(f"{item.name} = {node.name}[{item.args[1]}]" for item in line.makes)
     return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *drops))}"
+
+
+def _draws(line: Line) -> bool:
+    """Return whether a line draws random numbers, which the engine may make in another way."""
+    return is_random(line.node)
 
 
 def _bound(op: OpOverload) -> bool:

@@ -160,7 +160,7 @@ class Cut:
 
     def random(self, piece: Piece) -> bool:
         """Return whether the piece draws random numbers."""
-        return not self.facts.random.isdisjoint(piece.region.nodes)
+        return any(node in self.facts.random for node in piece.region.nodes)
 
     def text(self, piece: Piece) -> str:
         """Return a text that is equal for pieces that compute the same, whatever they are called."""

@@ -22,6 +22,7 @@ from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.casts import CASTS
 from piper_compiler.capture.codegen import StepCode, generate
 from piper_compiler.capture.conjugates import compute_bits
+from piper_compiler.capture.draws import Drawn, drawn_in, number_draws
 from piper_compiler.capture.further import add_further_rounds_in_place
 from piper_compiler.capture.inplace import add_products_in_place, reuse_dying_arguments
 from piper_compiler.capture.schedule import schedule
@@ -67,6 +68,7 @@ class TracedChunk:
             False where no input's gradient depends on it.
         input_grads: the chunk makes the gradient of input k.
         random: F draws random numbers.
+        draws: its random operations, in the order of the program.
     """
 
     ports: Mapping[str, TensorSpec]
@@ -75,6 +77,7 @@ class TracedChunk:
     output_grads: tuple[bool, ...]
     input_grads: tuple[bool, ...]
     random: bool
+    draws: tuple[Drawn, ...] = ()
 
 
 def trace_chunk(
@@ -109,7 +112,7 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
         )
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)
-    return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random)
+    return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random, drawn_in(joint.graph))
 
 
 def trace_joint(
@@ -160,6 +163,7 @@ def _joint(
     simplify(graph, buffers)
     if fold_sums(graph):
         simplify(graph, buffers)
+    number_draws(graph)
     aliasing.show_whole_storages(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
     names = {raw.primals[len(inputs) + i]: f"constant{i}" for i in range(len(constants))}
@@ -345,12 +349,6 @@ def _check_product(node: fx.Node) -> None:
     dtypes = dict.fromkeys(dtype_name(t.dtype) for t in operands)
     if len(dtypes) > 1:
         raise CaptureError(f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}")
-
-
-def origin_of(node: fx.Node) -> str:
-    """Return the name of the operation of the captured graph that made a node of a joint graph; "" for none."""
-    sources = node.meta.get("from_node") or ()
-    return str(sources[0].name) if sources else ""
 
 
 def _where(node: fx.Node | None) -> str:

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from piper_compiler.capture import _torch, _torch_joint
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.draws import Drawn
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
 from piper_compiler.capture.kernels import launched, listed
 from piper_compiler.capture.written import equal_rows, weights_like
@@ -35,7 +36,7 @@ from piper_ir.errors import CaptureError
 from piper_ir.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
-from piper_ops import Returned, as_written, backward_step, call_of, dtype_name, forward_step, kernel_of, storage_key
+from piper_ops import Returned, as_written, backward_step, call_of, dtype_name, forward_step, is_draw, kernel_of, storage_key
 
 aten = torch.ops.aten
 
@@ -102,7 +103,7 @@ def trace_opaque(
         steps["R"] = Signature(reads, made, (), trial.repeated.cost(), trial.repeated.liveness())
         code["R"] = made_by["R"]
     grads = tuple(k in trial.used for k in range(len(inputs)))
-    return TracedChunk(ports, steps, code, comes, grads, random)
+    return TracedChunk(ports, steps, code, comes, grads, random, trial.draws)
 
 
 def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
@@ -153,10 +154,12 @@ class _Observed:
     Attributes:
         kernels: in the order of their launch.
         held: the additional bytes held at each op that allocates.
+        draws: random operations.
     """
 
     kernels: list[Any] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    draws: list[Drawn] = field(default_factory=list)
 
     def cost(self) -> Cost:
         return listed(self.kernels)
@@ -173,8 +176,9 @@ class _Watch(_torch.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], running: Callable[[], fx.Node | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
+        self._running = running
         self._known = {storage_key(t) for t in known}
         self._alive: dict[int, int] = {}
         self._base = self.live = 0
@@ -190,9 +194,18 @@ class _Watch(_torch.TorchDispatchMode):
         seen = isinstance(func, _torch.OpOverload) and func.namespace != "prim"  # prim::device asks a tensor what it is
         if seen and (func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)):
             self.observed.kernels.append(launched(func, args, out, kwargs or {}))
+        if is_draw(func, args, kwargs):
+            self._note(func, args, kwargs or {}, out)
         if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
             self.observed.held.append(self.live - self._base)
         return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note a random operation; of those of a module that runs as it is, whose number depends on values, the first."""
+        node = self._running()
+        noted = {d.origin for d in self.observed.draws}
+        if node is not None and not (node.target is as_written and node.name in noted):
+            self.observed.draws.append(Drawn.of(node.name, func, args, kwargs, out))
 
     def _add(self, tensor: Tensor) -> bool:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
@@ -241,14 +254,15 @@ class _Trial:
             generator = torch.Generator().manual_seed(0)
             self._given = [self._example(i, b, generator) for i, b in zip(inputs, blocks, strict=True)]
             fixed = {n: c if self.real else torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
-            body = _interpreted(module, fixed)
+            self._running: list[Interpreter] = []
+            body = _interpreted(module, fixed, self._running)
             self._body = _drawing_alike(body) if self.real else body
             self.tangents, self.used = self._reached(mask)
             self.params: dict[int, int] = {}
             self.kept = self._kept()
             ports = {k: f"in{k}" for k, i in enumerate(inputs) if i.kind == "param"}
             self.params = {k: self.kept.index(port) for k, port in ports.items() if port in self.kept}
-            with torch.no_grad(), _Watch([*self._given, *fixed.values()]) as watch:
+            with torch.no_grad(), _Watch([*self._given, *fixed.values()], self._node) as watch:
                 self._measure(watch)
 
     def _example(self, given: JointInput, blocks: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -280,6 +294,10 @@ class _Trial:
             raise CaptureError(f"{self._line()}: the backward of this opaque region fails: {error}") from error
         return tuple(comes), [k for k, g in zip(sources, found) if g is not None]
 
+    def _node(self) -> fx.Node | None:
+        """Return the operation that runs."""
+        return self._running[-1].node if self._running else None
+
     def _line(self) -> str:
         return line_of(next(n for n in self._module.graph.nodes if n.op.startswith("call")))
 
@@ -307,6 +325,7 @@ class _Trial:
         again = self.again if self.used else None
         self.forward = self.repeated = watch.begin()
         made = self._forward("outputs" if again else "all")
+        self.draws = tuple(self.forward.draws)
         results = made[: len(self.tangents)]
         self.outputs = [TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for t in results]
         kept = list(results)
@@ -331,11 +350,14 @@ GRADIENTS = (
 )
 
 
-def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the module as a function of its inputs, whose errors name the user's line."""
+def _interpreted(
+    module: fx.GraphModule, constants: Mapping[str, Tensor], running: list[Interpreter]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the module as a function of its inputs, whose errors name the user's line; `running` gets the latest run."""
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         interpreter = Interpreter(module, constants)
+        running[:] = [interpreter]
         try:
             return tuple(interpreter.run(*inputs))
         except _torch.RUN_ERRORS as error:

@@ -18,6 +18,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_ir.errors import CaptureError
+from piper_ops import is_draw
 
 ROWS = 2
 META = torch.device("meta")
@@ -30,7 +31,7 @@ class ReplayFacts:
     Attributes:
         storages: node -> ids of the storages of its tensors.
         writes: node -> ids of storages it changes.
-        random: nodes that draw random numbers.
+        random: nodes that draw random numbers, with the number of their draws.
         varies: ids of storages whose content depends on the batch or on random numbers at the end.
         requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order,
             with the new value.
@@ -38,20 +39,20 @@ class ReplayFacts:
 
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-    random: set[fx.Node] = field(default_factory=set)
+    random: dict[fx.Node, int] = field(default_factory=dict)
     varies: set[int] = field(default_factory=set)
     requires_grad: dict[fx.Node, dict[fx.Node, bool]] = field(default_factory=dict)
 
 
 class _RandomWatch(_torch.TorchDispatchMode):
-    """Record whether an op with the tag nondeterministic_seeded ran."""
+    """Count the ops that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
-        self.seen = False
+        self.seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        self.seen += is_draw(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -87,7 +88,7 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
     tensors = [env[n] for n in node.all_input_nodes if n in env]
     flat = [t for item in tensors for t in (item if isinstance(item, tuple | list) else (item,)) if isinstance(t, Tensor)]
     versions = [t._version for t in flat]
-    watch.seen = False
+    watch.seen = 0
     try:
         if node.op == "call_method":
             env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -106,7 +107,7 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
         *(_storages(t) for t, before in zip(flat, versions, strict=True) if t._version != before)
     )
     if watch.seen:
-        facts.random.add(node)
+        facts.random[node] = watch.seen
     touched = (
         {node} | {n for n in env if facts.writes[node] & facts.storages.get(n, frozenset())} if facts.writes[node] else {node}
     )

@@ -17,8 +17,8 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.assemble import TRACE_ROWS, assembled
 from piper_compiler.capture.codestore import Captured, TraceSpec
 from piper_compiler.capture.cut import cut
+from piper_compiler.capture.draws import origin_of
 from piper_compiler.capture.dynamo import Forward
-from piper_compiler.capture.joint import origin_of
 from piper_compiler.capture.layouts import SUM, Parted, parted
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding

@@ -37,7 +37,7 @@ from piper_runtime.rank.rank_state import RankJob
 
 def rank_job(job: Job, first_step: int = 0) -> RankJob:
     """Return the part of a job that ranks need for a run that begins with this step."""
-    return RankJob(job.batch, job.make_optimizers, job.scheduler, job.seed, first_step)
+    return RankJob(job.batch, job.make_optimizers, job.scheduler, job.seed, first_step, job.draws)
 
 
 def run_inline(

@@ -12,6 +12,7 @@ from piper_runtime.checkpoint.restoring import Restore
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device
 from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank.rng import Draws
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Request:
         restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
         device: the kind of device that runs take where the request is made.
         evaluation: how the model is evaluated; None: not at all.
+        draws: by what random numbers are drawn.
     """
 
     plan: bytes
@@ -69,6 +71,7 @@ class Request:
     restore: Restore | None = None
     device: str = field(default_factory=lambda: device.default)
     evaluation: EvaluationRequest | None = None
+    draws: Draws = "rows"
 
 
 @dataclass(frozen=True)

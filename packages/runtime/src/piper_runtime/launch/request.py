@@ -44,7 +44,9 @@ def make_requests(
         if evaluation is not None and beside is not None:
             own = _shipped(evaluation.plan, evaluation.plan.role(role.role), evaluation.code)
             asked = EvaluationRequest(beside, own, evaluation.every, evaluation.batches)
-        request = Request(plan_blob, callables, found, params, buffers, job.seed, options, restored, evaluation=asked)
+        request = Request(
+            plan_blob, callables, found, params, buffers, job.seed, options, restored, evaluation=asked, draws=job.draws
+        )
         out |= dict.fromkeys(role.ranks, request)
     return out
 

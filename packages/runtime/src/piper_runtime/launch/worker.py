@@ -138,7 +138,7 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
         parcel.import_definers()
     options = request.options
     report = RankReport(first_step=options.first_step)
-    job = RankJob(batch, optimizer, scheduler, request.seed, options.first_step)
+    job = RankJob(batch, optimizer, scheduler, request.seed, options.first_step, request.draws)
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None

@@ -41,6 +41,7 @@ from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
 from piper_runtime.rank.parts import Thunk, bind_alloc, bind_operand, bind_part
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.rng import Draws
 from piper_runtime.rank.shipping import Parcel
 from piper_runtime.rank.store import empty_value
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -70,6 +71,7 @@ class ProfileRequest:
         again: the same, of which the recomputation is measured.
         sharing: plans of ranks that share states, pickled, of which rank 0's ops on buckets are measured.
         code: the code of all of them, by rows.
+        draws: by what random numbers are drawn.
         sizes: bytes of messages.
         device: the kind of device that runs take where the request is made.
     """
@@ -85,6 +87,7 @@ class ProfileRequest:
     seed: int
     repeats: int
     sizes: tuple[int, ...]
+    draws: Draws
     device: str = field(default_factory=lambda: devices.default)
 
 
@@ -191,7 +194,7 @@ class _Profiler:
         batch, optimizer, scheduler = parcel.open()
         if any(missing_operators(code) for code in self._request.code.values()):
             parcel.import_definers()
-        return RankJob(batch, optimizer, scheduler, self._request.seed)
+        return RankJob(batch, optimizer, scheduler, self._request.seed, draws=self._request.draws)
 
     def _bound(self, plan: Plan, rank: int, job: RankJob) -> Rank:
         code, params, buffers = self._request.code[plan.rows], self._request.params, self._request.buffers

@@ -17,7 +17,7 @@ from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.precision import Precision
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 from piper_runtime.rank.rank_state import RankJob
-from piper_runtime.rank.rng import rng_places, rng_seed
+from piper_runtime.rank.rng import Draws, rng_seed
 from piper_runtime.rank.same_model import check_same_model
 from piper_runtime.rank.shipping import RECIPE_MARK, pack
 
@@ -54,7 +54,7 @@ __all__ = [
     "optimizer_spec",
     "pack",
     "per_parameter",
-    "rng_places",
+    "Draws",
     "rng_seed",
     "upload",
     "using",

@@ -58,7 +58,7 @@ class EvaluationRank(Rank):
 
     def __init__(self, trained: Rank, evaluation: Evaluation) -> None:
         self._trained, self.number = trained, 0
-        job = RankJob(evaluation.batch, _no_optimizer, None, trained.seed)
+        job = RankJob(evaluation.batch, _no_optimizer, None, trained.seed, draws=trained.draws)
         super().__init__(evaluation.plan, trained.rank, evaluation.code, job, {}, {}, None, trained.device)
 
     def _states(self, *_: object) -> tuple[Store, RankOptimizer]:

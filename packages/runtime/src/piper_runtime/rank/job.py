@@ -71,17 +71,15 @@ class Job:
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
             of file names, of the path ("inputs.positions") or its end ("positions").
-        batch_norm: "microbatch" takes batch statistics of each microbatch on its replica, as gradient accumulation in
-            plain PyTorch does; running averages, and other buffers that forward only updates, are those of replica 0.
-            None refuses them.
+        batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does; running
+            averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
         loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
-            does, where a loss combines rows in another way than a sum does; it then depends on how many there are.
-            "batch" refuses such a loss.
+            does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
             (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
-        eval_data: as `batch`, or a dataset; the model is evaluated on it: forwards in eval mode.
-        eval_every: the number of steps after which it is evaluated, again and again.
+        eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
         eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
+        draws: by what random numbers are drawn: rows of the global batch, or microbatches; see docs/random_numbers.md.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -104,6 +102,7 @@ class Job:
     eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
     eval_every: int | None = None
     eval_batches: int | None = None
+    draws: Literal["rows", "microbatches"] = "rows"
 
     @property
     def shared_names(self) -> tuple[str, ...]:

@@ -88,6 +88,8 @@ def word_problem(job: Mapping[str, Any]) -> str | None:
         return f'Job(batch_norm={job["batch_norm"]!r}): "microbatch" is needed, or None to refuse batch statistics'
     if job["loss_over"] not in ("batch", "microbatch"):
         return f'Job(loss_over={job["loss_over"]!r}): "batch" is needed, or "microbatch" for the mean of their losses'
+    if job["draws"] not in ("rows", "microbatches"):
+        return f'Job(draws={job["draws"]!r}): "rows" is needed, or "microbatches" for numbers of torch\'s own generator'
     return None
 
 

@@ -15,11 +15,12 @@ from piper_ir.expert_tokens import counts_tokens
 from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
+from piper_ops import drawing
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.overflow import naming_overflow
 from piper_runtime.rank.rank_state import RankState
-from piper_runtime.rank.rng import generator, rng_seed
+from piper_runtime.rank.rng import drawing_of
 from piper_runtime.rank.scalars import scalar_name
 from piper_runtime.rank.shared import shared_arguments
 from piper_runtime.rank.store import empty_value
@@ -268,7 +269,7 @@ def _compute(part: Part, rank: RankState) -> Thunk:
     if step == "F":
         run = _forward(rank.dropped.counting(run, chunk) if chunk.experts else run, part, chunk, rank)
     elif step == "R" and chunk.random:
-        run = _seeded(run, part, chunk, rank)  # as its forward, so that it draws the same numbers
+        run = _drawing(run, part, chunk, rank)  # the same numbers as its forward
     return _then_free(run, after, rank) if after else run
 
 
@@ -299,13 +300,13 @@ def _arguments(
 
 
 def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
-    """Return F with the random state set before it, and losses, weights and new buffers handed on after it."""
+    """Return F with its random numbers, and losses, weights and new buffers handed on after it."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
     scalars = [(_recorder(scalar_name(o), v, part.mb, rank), v) for o, v in outputs if o.kind not in ("value", "buffer")]
     buffers = [(o.ref, v) for o, v in outputs if o.kind == "buffer"]
     if chunk.random:
-        run = _seeded(run, part, chunk, rank)
+        run = _drawing(run, part, chunk, rank)
     if not (scalars or buffers):
         return run
     values, store, mb = rank.store.values, rank.store, part.mb
@@ -330,13 +331,12 @@ def _recorder(kind: str, value: str, mb: int, rank: RankState) -> Callable[[torc
     return rank.numbers.reader(empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number))
 
 
-def _seeded(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
-    where = rank.places[chunk.id]
+def _drawing(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
+    """Return a part of a chunk that draws random numbers, those of its microbatch."""
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
-    set_seed = generator(rank.device).manual_seed
 
-    def seeded() -> None:
-        set_seed(rng_seed(rank.seed, rank.step, row, where))
-        run()
+    def drawn() -> None:
+        with drawing(drawing_of(rank.plan, chunk, rank.draws, rank.seed, rank.step, row, rank.device), opaque=chunk.opaque):
+            run()
 
-    return seeded
+    return drawn

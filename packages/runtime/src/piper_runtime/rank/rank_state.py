@@ -25,7 +25,7 @@ from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import Batch, NamedParameters
 from piper_runtime.rank.layouts import own_parts
 from piper_runtime.rank.optimizer import RankOptimizer, scaled
-from piper_runtime.rank.rng import rng_places
+from piper_runtime.rank.rng import Draws
 from piper_runtime.rank.store import Store
 
 
@@ -80,7 +80,8 @@ def no_exchange(kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = N
 class RankJob:
     """Hold the parts of a job that a rank needs.
 
-    They are the callables that run on it, the seed of random operations, and the step with which the run begins.
+    They are the callables that run on it, the seed of random operations, the step with which the run begins, and by
+    what random numbers are drawn.
     """
 
     batch: Batch
@@ -88,6 +89,7 @@ class RankJob:
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
     first_step: int = 0
+    draws: Draws = "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class RankState:
         self.numbers = numbers or numbers_of(device)
         self.role = plan.role_of(rank)
         self.seed = job.seed
-        self.places = rng_places(plan.chunks)
+        self.draws = job.draws
         self.probe = probe
         self.step = 0
         self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}

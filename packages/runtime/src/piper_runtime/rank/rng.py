@@ -1,20 +1,37 @@
-"""Seed random operations, by the same rule for a plan and for its reference on one device."""
+"""Say which random numbers a chunk draws for a microbatch: those that one device draws for the whole batch, or torch's.
+
+The rule is `piper_ops.draws`'; a job may ask for torch's own generator instead (`Job(draws="microbatches")`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Literal
 
 import torch
 
+from piper_ir.plan import Plan
 from piper_ir.program import Chunk
+from piper_ops import Drawing
+
+Draws = Literal["rows", "microbatches"]
+"""By what random numbers are drawn: by row, whatever the plan, or by microbatch with torch's generator."""
 
 
-def rng_seed(seed: int, step: int, row: int, where: int | str) -> int:
-    """Return the seed of torch's generator before a forward part that draws random numbers: a hash in 0..2**63-1.
+def drawing_of(plan: Plan, chunk: Chunk, draws: Draws, seed: int, step: int, row: int, device: torch.device) -> Drawing:
+    """Return how a chunk draws for the microbatch that begins with `row` of the global batch, in a step from 0."""
+    whole = plan.rows * plan.microbatches * plan.replicas
+    if draws == "rows":
+        return Drawing(chunk.draws, seed, step, row, whole)
+    set_seed = generator(device).manual_seed
+    return Drawing(chunk.draws, seed, step, row, whole, lambda place: set_seed(rng_seed(seed, step, row, place)))
+
+
+def rng_seed(seed: int, step: int, row: int, where: str) -> int:
+    """Return the seed of torch's generator before an operation draws for a microbatch: a hash in 0..2**63-1.
 
     `seed` is the job's, `step` the optimizer step from 0, `row` the first row of the microbatch in the global batch,
-    and `where` the chunk's place in the model (`rng_places`). The seed depends on nothing else, so neither the mesh nor
+    and `where` the draw's place in the model (`Draw.place`). The seed depends on nothing else, so neither the mesh nor
     the order of a plan changes what is drawn as long as the rows per microbatch are equal.
     """
     digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
@@ -27,20 +44,3 @@ def generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     torch.cuda.init()  # there are none before
     return torch.cuda.default_generators[device.index]
-
-
-def rng_places(chunks: Iterable[Chunk]) -> dict[str, int | str]:
-    """Return for each chunk id, in program order, the `where` of `rng_seed`.
-
-    It is the value of its coordinate "layer" for the first chunk with that value, and the chunk's id for all others:
-    chunks without a layer, a layer's second visit, and the further chunks of a layer that is cut. So no two chunks draw
-    the same numbers.
-    """
-    places: dict[str, int | str] = {}
-    taken: set[int] = set()
-    for chunk in chunks:
-        layer = chunk.coords.get("layer")
-        places[chunk.id] = chunk.id if layer is None or layer in taken else layer
-        if layer is not None:
-            taken.add(layer)
-    return places
