@@ -109,5 +109,5 @@ def plain(one: piper.Job, state: dict[str, Any], batches: int = BATCHES) -> dict
         loss = one.loss(output, y)
     total = loss[0] / loss[1] if isinstance(loss, tuple) else loss
     found = {"loss": float(total)}
-    found["accuracy"] = float(accuracy(output, y))
+    found |= {"accuracy": float(accuracy(output, y)), "perplexity": math.exp(float(total))}
     return found | {f"class/{k}": float(a) / float(b) for k, (a, b) in of_two_classes(output, y).items()}

@@ -15,7 +15,7 @@ import torch
 import piper
 from piper.sessions.training import Settings, train
 from piper.views.explain import explain
-from piper_ir.errors import CaptureError, JobError
+from piper_ir.errors import CaptureError, JobError, PiperWarning
 from piper_ir.verify import verify
 from piper_report import load
 from piper_runtime.engine.memory import Counter
@@ -177,6 +177,18 @@ def test_modules_are_metrics_of_outputs() -> None:
     run = piper.execute(piper.compile(one, piper.Strategy(piper.Mesh(), ())), steps=2, launcher="inline")
     assert run.metrics[1]["cross"] == pytest.approx(run.losses[1])
     assert run.evaluations[1]["cross"] == pytest.approx(run.evaluations[1]["loss"])
+
+
+def test_functions_of_the_loss_get_that_of_the_evaluation() -> None:
+    """They are in the run and in `on_step`; one that fails is left out, and training goes on."""
+    one = job(metrics={"perplexity": math.exp, "root": lambda loss: math.sqrt(-loss)})
+    heard: list[Any] = []
+    with pytest.warns(PiperWarning, match="metric 'root' failed on an evaluation: ValueError"):
+        run = piper.execute(
+            piper.compile(one, piper.Strategy(piper.Mesh(), ())), steps=2, launcher="inline", on_step=heard.append
+        )
+    assert run.evaluations == {1: {"loss": run.evaluations[1]["loss"], "perplexity": math.exp(run.evaluations[1]["loss"])}}
+    assert [record.evaluation for record in heard] == [{}, run.evaluations[1]]
 
 
 @pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.long)])

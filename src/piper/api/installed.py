@@ -1,8 +1,8 @@
 """Say what captures depend on in installed packages, which the content of the user's code does not show.
 
 The content of code follows a function of an installed package, but not what that calls in its own package. So a capture
-in a file has a list of what must be the same where it is used again: the source of all installed packages that were
-loaded, and of those that use torch also their settings and the variables of the environment that their source names.
+in a file has a list of what must be the same where it is used again: the files of all installed packages that were
+loaded, their settings, and the variables of the environment that their source names.
 What the user has put into such a package, such as a function in a registry, counts with its own content.
 """
 
@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,25 +27,9 @@ from piper_runtime.rank import home_of
 MOST_ITEMS = 1000
 """The length of a setting from which on it is a table, which nobody changes."""
 _ENVIRONMENT = re.compile(rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\(|_is_true\()\s*["'](\w+)["']""")
+_RANDOM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""The names that a package draws for each process, such as that of a session."""
 _NAME = re.compile(rb"""["']([A-Z][A-Z0-9]*_[A-Z0-9_]+)["']""")
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """Hold what tells whether a file has changed; the digest is "" of a file that is no Python source."""
-
-    size: int
-    changed_ns: int
-    digest: str
-
-    def holds(self, path: str) -> bool:
-        """Return whether the file is still the same."""
-        found = _stat(path)
-        if found is None or found.st_size != self.size:
-            return False
-        if found.st_mtime_ns == self.changed_ns:
-            return True
-        return bool(self.digest) and _digest_of(Path(path)) == self.digest
 
 
 @dataclass(frozen=True)
@@ -52,12 +37,12 @@ class InstalledState:
     """Hold what a capture in a file depends on in installed packages.
 
     Attributes:
-        files: path -> source.
+        files: path of each loaded file -> digest of its content; sizes and times say nothing, since package managers set them.
         settings: module -> digest of its settings before the capture.
         environment: variable -> its value.
     """
 
-    files: Mapping[str, SourceFile]
+    files: Mapping[str, str]
     settings: Mapping[str, str]
     environment: Mapping[str, str | None]
 
@@ -65,7 +50,7 @@ class InstalledState:
         """Return whether all is as it was."""
         if any(os.environ.get(name) != value for name, value in self.environment.items()):
             return False
-        if not all(file.holds(path) for path, file in self.files.items()):
+        if any(_digest_of(_content(path)) != digest for path, digest in self.files.items()):
             return False
         now = settings({name for name in self.settings if name in sys.modules})
         return now is not None and all(self.settings[name] == digest for name, digest in now.items())
@@ -76,29 +61,31 @@ def installed_state(before: Mapping[str, str]) -> InstalledState | None:
 
     None where a file has changed since this process began, so that it need not be what was loaded.
     """
-    files: dict[str, SourceFile] = {}
+    files: dict[str, str] = {}
     environment: set[str] = set()
-    for name, path in _installed():
+    for _, path in _installed():
         found = _stat(path)
         if found is None or max(found.st_mtime, found.st_ctime) > started():
             return None
-        files[path] = SourceFile(found.st_size, found.st_mtime_ns, _digest_of(Path(path)))
-        if _uses_torch(name.partition(".")[0]):
-            environment |= _variables(Path(path))
+        content = _content(path)
+        files[path] = _digest_of(content)
+        if path.endswith(".py"):
+            environment |= _variables(content)
     return InstalledState(files, dict(before), {name: os.environ.get(name) for name in sorted(environment)})
 
 
 def settings(names: Iterable[str] | None = None) -> dict[str, str] | None:
-    """Return a digest of the settings of each loaded module of installed packages that use torch.
+    """Return a digest of the settings of each loaded module of installed packages: plain values, also those of its classes.
 
     None where something that the user has put there has no content.
     """
     found: dict[str, str] = {}
     seen: set[int] = set()
     try:
-        for name in sorted(n for n, _ in _installed() if _uses_torch(n.partition(".")[0])) if names is None else sorted(names):
-            values = {key: value for key, value in vars(sys.modules[name]).items() if not key.startswith("__")}
-            texts = [f"{key} {text}" for key, value in values.items() if (text := _setting(value)) is not None]
+        for name in sorted(_reached()) if names is None else sorted(names):
+            values = {key: value for key, value in list(vars(sys.modules[name]).items()) if not key.startswith("__")}
+            texts = [f"{k} {text}" for k, value in values.items() if (text := _setting(value, objects=k[0] != "_")) is not None]
+            texts += _of_classes(kind for kind in values.values() if isinstance(kind, type) and kind.__module__ == name)
             given = [part for value in values.values() for part in of_the_user(value, seen)]
             content = content_of(given, lines=True) if given else ""
             if content is None:
@@ -109,18 +96,52 @@ def settings(names: Iterable[str] | None = None) -> dict[str, str] | None:
     return found
 
 
-def _setting(value: object, depth: int = 2) -> str | None:
-    """Return the text of a plain value, or of a small nest of them; None for anything else."""
+def _setting(value: object, depth: int = 4, objects: bool = False) -> str | None:
+    """Return the text of a plain value, or of a small nest of them, with `objects` also of a package's own; None for others."""
     if type(value) in PLAIN:
-        return repr(value)
+        return None if isinstance(value, str) and _RANDOM.fullmatch(value) else repr(value)
     if depth and isinstance(value, dict) and dict.__len__(value) < MOST_ITEMS:
         # What is stored, as `dict` has it: a class may import packages in an `items` of its own, and fail.
         items = [(_setting(k, 0), _setting(v, depth - 1)) for k, v in list(dict.items(value))]
-        return repr([pair for pair in items if None not in pair])
+        return repr(sorted(pair for pair in items if None not in pair))  # type: ignore[type-var]  # without None
     if depth and isinstance(value, list | tuple | set | frozenset) and len(value) < MOST_ITEMS:
         texts = [text for item in list(value) if (text := _setting(item, depth - 1)) is not None]
         return repr(sorted(texts) if isinstance(value, set | frozenset) else texts)
+    if objects and home_of(type(value).__module__) == "installed" and isinstance(space := getattr(value, "__dict__", None), dict):
+        return _setting(space, depth - 1)  # a container of settings that the package has made
     return None
+
+
+def _reached() -> set[str]:
+    """Return the loaded modules of packages that use torch, or that the user's modules name, or that these do."""
+    modules: dict[str, list[str]] = {}
+    for name, _ in _installed():
+        modules.setdefault(_package(name), []).append(name)
+    todo: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType):
+            todo |= _named_in(module) if home_of(name) == "user" else set()
+            todo |= {_package(name)} if "torch" in vars(module) or "nn" in vars(module) else set()
+    todo &= modules.keys()
+    found: set[str] = set()
+    while todo:
+        found.add(package := todo.pop())
+        todo |= {other for name in modules[package] for other in _named_in(sys.modules[name])} & modules.keys() - found
+    return {name for package in found for name in modules[package]}
+
+
+def _named_in(module: types.ModuleType) -> set[str]:
+    """Return the packages of which a module has modules, functions or classes among its variables."""
+    values = list(vars(module).values())
+    return {
+        _package(v.__name__ if isinstance(v, types.ModuleType) else getattr(v, "__module__", None) or "")
+        for v in values
+        if isinstance(v, types.ModuleType | types.FunctionType | type)
+    }
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 def _installed() -> list[tuple[str, str]]:
@@ -133,36 +154,33 @@ def _installed() -> list[tuple[str, str]]:
     return found
 
 
-def _uses_torch(package: str) -> bool:
-    """Return whether a loaded module of a package has torch, or one of its modules, among its variables."""
-    return package in _packages_with_torch(len(sys.modules))
+def _of_classes(kinds: Iterable[type]) -> list[str]:
+    """Return the plain attributes of classes, which a package may have read from a file."""
+    return [
+        f"{kind.__qualname__}.{key} {text}"
+        for kind in kinds
+        for key, value in list(vars(kind).items())
+        if not key.startswith("__") and (text := _setting(value)) is not None
+    ]
 
 
-@functools.lru_cache(maxsize=4)
-def _packages_with_torch(loaded: int) -> frozenset[str]:
-    """Return the installed packages that use torch; what is `loaded` may change, and its number with it."""
-    found = set()
-    for name, _ in _installed():
-        space = vars(sys.modules[name])
-        if any(getattr(space.get(word), "__name__", "").partition(".")[0] == "torch" for word in ("torch", "nn", "F")):
-            found.add(name.partition(".")[0])
-    return frozenset(found)
-
-
-def _variables(path: Path) -> set[str]:
+def _variables(source: bytes) -> set[str]:
     """Return the variables of the environment that a source names."""
-    text = _source(path)
-    if b"environ" not in text and b"getenv" not in text:
+    if b"environ" not in source and b"getenv" not in source:
         return set()
-    return {name.decode() for pattern in (_ENVIRONMENT, _NAME) for name in pattern.findall(text)}
+    return {name.decode() for pattern in (_ENVIRONMENT, _NAME) for name in pattern.findall(source)}
 
 
-def _source(path: Path) -> bytes:
-    return path.read_bytes() if path.suffix == ".py" else b""
+def _content(path: str) -> bytes:
+    """Return what is in a file; nothing of one that is gone."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
 
 
-def _digest_of(path: Path) -> str:
-    return hashlib.blake2b(_source(path), digest_size=16).hexdigest() if path.suffix == ".py" else ""
+def _digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _stat(path: str) -> os.stat_result | None:

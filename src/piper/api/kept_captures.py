@@ -16,6 +16,7 @@ import glob
 import hashlib
 import os
 import pickle
+import platform
 import stat
 import sys
 import tempfile
@@ -153,12 +154,17 @@ def version() -> str:
     """Return a digest of all that decides what a capture is, beside its content."""
     import torch
 
-    said = torch.__version__, torch.version.git_version, sys.version, *_devices()
+    said = torch.__version__, torch.version.git_version, sys.version, platform.uname(), *_distributions(), *_devices()
     digest = hashlib.blake2b(repr(said).encode(), digest_size=8)
     for name in SOURCES:
         for path in sorted(Path(import_module(name).__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _distributions() -> list[str]:
+    """Return what is installed, with versions, as the names of folders say it: `find_spec` and the like depend on it."""
+    return sorted({path.name for folder in sys.path if folder for path in Path(folder).glob("*.dist-info")})
 
 
 def _devices() -> list[str | None]:

@@ -39,6 +39,8 @@ DRAWS = frozenset(
 """The functions of torch that draw random numbers, and not into a tensor that is there."""
 TAKES = frozenset({"item", "tolist", "numpy", "int", "float", "bool"})
 """The names by which code takes values out of tensors; a constructor that does so may depend on what was drawn."""
+ASKS = ("get_", "is_", "are_", "has_", "current_", "initial_seed", "device_count", "cpu_count")
+"""The beginnings of the names of functions of torch that say how a process or machine is set up, such as the threads."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 """The names in code that may read attributes whose names it does not say."""
 
@@ -67,6 +69,7 @@ def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -
     done: set[int] = set()
     if not runs and "modules" in names and home_of(space.get("__name__")) == "installed":
         done.add(id(sys))  # the modules that a package finds there are the rest of the package behind it
+    elsewhere &= home_of(space.get("__name__")) == "user"  # what packages ask of a machine is in the name of the folder
     for name, value in values:
         if isinstance(value, types.ModuleType):
             yield from _read_of(name, value, names, done, runs, elsewhere)
@@ -132,6 +135,8 @@ def _read_of(
         read |= {name for name in vars(module) if not name.startswith("__")}
     for name in sorted(read):
         value = getattr(module, name, None)
+        if runs and home == "known" and callable(value) and name.startswith(ASKS):
+            raise Unseen
         if isinstance(value, types.ModuleType):
             if name in names:
                 yield from _read_of(f"{path}.{name}", value, names, done, runs, elsewhere)

@@ -18,7 +18,7 @@ from piper_runtime.launch.beginning import Beginning, committing, next_beginning
 from piper_runtime.launch.inline_run import run_inline
 from piper_runtime.launch.joined import joined_gradients, joined_states
 from piper_runtime.launch.launchers import Workers, open_pool
-from piper_runtime.launch.progress import Progress
+from piper_runtime.launch.progress import Progress, evaluated
 from piper_runtime.launch.recovery import Recovery, lost
 from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord
 from piper_runtime.launch.request import make_requests
@@ -174,5 +174,5 @@ class Attempts:
             joined_states(plan, reports), joined_gradients(plan, reports),
             {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, self.initial, [r.batch_s for r in records],
             records[0].step if records else first, tuple(recovery.restarts), [r.metrics for r in records],
-            {r.step: r.evaluation for r in records if r.evaluation},
+            {r.step: evaluated(r, self.job.metrics) for r in records if r.evaluation},
         )  # fmt: skip

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from piper_ir.errors import NonFiniteLossError, PiperWarning
 from piper_ir.expert_tokens import experts_of
 from piper_ir.plan import Plan
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.launch.report import RankReport, StepDone, StepRecord
+from piper_runtime.rank.job_evaluation import of_loss
 from piper_runtime.rank.scalars import metrics_of, step_loss
 
 OnStep = Callable[[StepRecord], object]
 """A function that a caller wants to be called with every finished step."""
 OnSave = Callable[[SaveDone], object]
 """A function that is called with what each rank has written of a checkpoint."""
+
+
+def evaluated(record: StepRecord, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, float]:
+    """Return what the evaluation after a step has found, with those of a job's metrics that are functions of its loss.
+
+    One that fails is left out, with a warning: training is worth more.
+    """
+    found = dict(record.evaluation)
+    for name, function in of_loss(metrics).items() if found else ():
+        try:
+            found[name] = float(function(found["loss"]))
+        except Exception as e:  # a function of the user's may fail in any way
+            warnings.warn(f"metric {name!r} failed on an evaluation: {type(e).__name__}: {e}", PiperWarning, stacklevel=2)
+    return found
 
 
 class Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from piper_ir.errors import JobError
@@ -13,7 +14,7 @@ from piper_runtime.data import check_data_replicas
 from piper_runtime.launch.attempts import Attempts, check_spares, workers_of
 from piper_runtime.launch.beginning import beginning_of, initial_of, under_torchrun
 from piper_runtime.launch.launchers import Launcher, Workers, check_launcher
-from piper_runtime.launch.progress import OnStep
+from piper_runtime.launch.progress import OnStep, evaluated
 from piper_runtime.launch.recovery import OnRestart, Recovery, RecoveryOptions, Replan
 from piper_runtime.launch.result import Run, check_numbers
 from piper_runtime.launch.run_options import RunOptions
@@ -93,8 +94,15 @@ def execute(
         workers_of(launcher, plan.mesh.world, cluster, spares, pool) as workers,
     ):
         attempts = Attempts(job, initial, begin, options, workers, kept, evaluation)
-        recovery = Recovery(recovering, begin.step, on_step, attempts.devices(plan, spares))
+        recovery = Recovery(recovering, begin.step, _completed(on_step, job), attempts.devices(plan, spares))
         return attempts.run(plan, code, recovery)
+
+
+def _completed(on_step: OnStep | None, job: Job) -> OnStep | None:
+    """Return a function that hands steps on with all of a job's metrics in their evaluations."""
+    if on_step is None or not job.metrics:
+        return on_step
+    return lambda record: on_step(replace(record, evaluation=evaluated(record, job.metrics)))
 
 
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float, loader: str | int = "thread") -> None:
