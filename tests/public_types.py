@@ -50,3 +50,13 @@ def used(job: piper.Job, costs: piper.Costs) -> None:
     assert_type(piper.execute(compiled, steps=1).evaluations, Mapping[int, Mapping[str, float]])
     misspelt = piper.Jbo  # type: ignore[attr-defined]  # there is no such name, and a type checker is to say so
     assert misspelt
+
+
+def refused(job: piper.Job, compiled: piper.Compiled) -> None:
+    """What an editor marks: words that are not known, and what must be given."""
+    piper.execute(compiled, steps=1, launcher="slurm")  # type: ignore[arg-type]
+    piper.execute(compiled, steps=1, on_loss="wait")  # type: ignore[arg-type]
+    piper.execute(compiled, steps=1, gradient=True)  # type: ignore[call-arg]
+    piper.execute(compiled, steps=1, gradients=True, spares=1)
+    piper.replicate(piper.where(), zero=4)  # type: ignore[arg-type]
+    piper.Job(lambda: nn.Linear(2, 2), job.batch, None, job.optimizer)  # type: ignore[call-arg]  # without global_batch

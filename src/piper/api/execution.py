@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from piper.api.compiling import Compiled, check_separable
 from piper.api.metrics import check_logs, recorded
@@ -18,10 +18,26 @@ from piper_ir.errors import JobError, OutputError, PiperWarning, PlanError
 from piper_ir.keywords import check_keywords, checked_call
 
 if TYPE_CHECKING:
+    from piper_ir.costs import Costs
     from piper_runtime import Checkpoints, Job, Run
-    from piper_runtime.launch import StepRecord
+    from piper_runtime.launch import Launcher, Replan, Restart, StepRecord, Workers
     from piper_runtime.rank import Evaluation
-    from piper_simulator import Cluster
+    from piper_simulator import Cluster, CostModelFactory
+
+
+class MoreOptions(TypedDict, total=False):
+    """Hold the further keywords of `execute`, as `piper_runtime.execute` and `emulate` describe them."""
+
+    gradients: bool
+    ranges: bool
+    loader: str | int
+    first_step: int | None
+    spares: int
+    pool: Workers | None
+    replan: Replan | None
+    on_restart: Callable[[Restart], object] | None
+    costs: Costs | None
+    model: CostModelFactory
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
@@ -80,7 +96,7 @@ def execute(
     job: Job | None = None,
     *,
     steps: int,
-    launcher: str = "ray",
+    launcher: Launcher = "ray",
     cluster: str | Cluster | None = "auto",
     timeout_s: float = 60,
     trace: bool = False,
@@ -92,9 +108,9 @@ def execute(
     checkpoint: Checkpoints | None = None,
     resume: str | Path | None = None,
     restarts: int = 0,
-    on_loss: str = "restart",
+    on_loss: Literal["restart", "replan"] = "restart",
     strategy: Fallbacks | None = None,
-    **more: Any,
+    **more: Unpack[MoreOptions],
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps.
 
@@ -126,7 +142,8 @@ def execute(
         strategy: For "replan", the strategies for fewer devices: a function of a trial, which is searched in
             simulation, or a list, of which the first one that fits is taken. By default the compiled strategy on the
             largest legal mesh, with its recipe if it has one.
-        more: Other keywords of `piper_runtime.execute`.
+        more: Other keywords: `gradients`, `ranges`, `loader`, `first_step`, `spares`, `pool`, `replan` and `on_restart` of
+            `piper_runtime.execute`; `costs`, `model` and `pool` of `emulate` with "emulated".
 
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
     and FormatError for a checkpoint that was changed.
@@ -146,7 +163,7 @@ def execute(
                 'execute(launcher="emulated"): nothing is trained, so there is nothing for log, on_step, checkpoint and resume, '
                 "nor for restarts"
             )
-        return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
+        return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **dict[str, Any](more))
     check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
@@ -172,9 +189,8 @@ def execute(
         folder = made_folder(Path(folder))
     if on_loss == "replan" and more.get("replan") is None:
         more["replan"] = Replanner(compiled, chosen, strategy)
-    options: dict[str, Any] = dict(
-        steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory
-    )
+    options: dict[str, Any] = dict(more)
+    options |= dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
     options |= {
         "evaluation": evaluation,
         "trainable": compiled.trainable,
@@ -182,13 +198,13 @@ def execute(
         "resume": resume,
         "restarts": restarts,
     }
-    more["on_restart"] = restart_log(folder, more.get("on_restart"))
+    options["on_restart"] = restart_log(folder, more.get("on_restart"))
     with (
         unless_empty(folder),
         hang_report(folder),
         recorded(folder, log, compiled.plan, on_step, of_loss(chosen.metrics)) as heard,
     ):
-        result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options, **more)
+        result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options)
     if folder is not None:
         try:
             save_run(folder, result, compiled.plan.tokens_per_step)

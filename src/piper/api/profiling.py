@@ -29,7 +29,7 @@ from piper_simulator import CPU, product_cluster
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.launch import Workers
+    from piper_runtime.launch import Launcher, Workers
     from piper_runtime.profile import MessageSample, ProfileReport, ProfileRequest
 
 REPEATS = 7
@@ -52,7 +52,7 @@ def profile(
     job: Job,
     strategy: Strategy,
     *,
-    launcher: str = "processes",
+    launcher: Launcher = "processes",
     cluster: str = "auto",
     rows: Sequence[int] | None = None,
     keep: Sequence[str] = (),

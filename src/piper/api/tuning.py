@@ -38,7 +38,7 @@ from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, GivenLo
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.launch import Workers
+    from piper_runtime.launch import Launcher, Workers
 
 CONFIRM_STEPS = 8
 """The steps of a confirming run: three warm up, the median of the others counts."""
@@ -62,7 +62,7 @@ def tune(
     sampler: Any = None,
     costs: Costs | None = None,
     workers: int | str = 1,
-    launcher: str = "ray",
+    launcher: Launcher = "ray",
     pool: Workers | None = None,
     steps: int = CONFIRM_STEPS,
     out: str | Path | None = None,
@@ -260,7 +260,7 @@ def _case(
 def _measure(
     job_of: Callable[[Mapping[str, Any]], Job],
     costs: Costs | None,
-    launcher: str,
+    launcher: Launcher,
     pool: Workers | None,
     steps: int,
     timeout_s: float,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from piper.api.costs_file import check_costs_path, save_costs
 from piper.api.profiling import profile
@@ -13,6 +14,9 @@ from piper.views.costs_table import costs_table
 from piper.views.display import show
 from piper_ir.codec import dumps
 from piper_ir.tools import working
+
+if TYPE_CHECKING:
+    from piper_runtime.launch import Launcher
 
 
 def measure(
@@ -27,7 +31,8 @@ def measure(
 ) -> None:
     """Measure a job with a launcher and the address of its cluster, write the costs to `out`, and print them."""
     check_costs_path(out)
-    launcher, cluster = over
+    cluster = over[1]
+    launcher = cast("Launcher", over[0])  # `profile` checks what was typed
     with working("measuring chunks, messages and instructions"):
         costs = profile(recipe.job, recipe.strategy, launcher=launcher, cluster=cluster, rows=rows, keep=keep, repeats=repeats)
     save_costs(out, costs)

@@ -8,6 +8,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
 
 from piper.api.costs_file import load_costs
 from piper.api.metrics import check_logs
@@ -18,6 +19,9 @@ from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.errors import JobError
 from piper_runtime import Checkpoints
 from piper_runtime.launch import is_first, launch_sections, launch_text
+
+if TYPE_CHECKING:
+    from piper_runtime.launch import Launcher
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,10 @@ def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], firs
     """Predict and train; only the first of the processes that torchrun started prints and writes."""
     a = arguments
     settings = Settings(
-        launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
+        launcher=cast("Launcher", a.launcher), address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
         timeout_s=a.timeout_s, log=logs, ranges=a.ranges, checkpoint=a.checkpoints(), resume=a.resume,
-        loader=loader_of(a.loader), restarts=a.restarts, on_loss=a.on_loss, fallbacks=job_file.function,
+        loader=loader_of(a.loader), restarts=a.restarts, on_loss=cast(Literal["restart", "replan"], a.on_loss),
+        fallbacks=job_file.function,
         spares=a.spares,
     )  # fmt: skip
     steps = a.steps or _steps_left(job_file.steps, settings)

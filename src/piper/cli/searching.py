@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from piper.api import tuning
 from piper.api.costs_file import load_costs
@@ -18,6 +19,9 @@ from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
 from piper_autotune import OBJECTIVES, Objective, Study
 from piper_ir.errors import JobError
+
+if TYPE_CHECKING:
+    from piper_runtime.launch import Launcher
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def tune(arguments: TuneArguments) -> Study:
     with tuning.saved(folder), bar(a.trials) as progress:
         study = tuning.tune(
             space.job, space.strategy, cluster=a.cluster, costs=load_costs(a.costs) if a.costs else None, trials=a.trials,
-            confirm=a.confirm, memory_limit=a.memory_limit, seed=a.seed, storage=a.storage, launcher=a.launcher,
+            confirm=a.confirm, memory_limit=a.memory_limit, seed=a.seed, storage=a.storage, launcher=cast("Launcher", a.launcher),
             workers=searchers(a.workers), progress=progress, objective=objective_named(a.objective),
             load=load_named(a.load),
         )  # fmt: skip

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
@@ -29,7 +29,7 @@ from piper_simulator import Cluster, Simulation, device_type, simulate, why
 
 if TYPE_CHECKING:
     from piper_runtime import Checkpoints, Job, Run
-    from piper_runtime.launch import StepRecord, Workers
+    from piper_runtime.launch import Launcher, StepRecord, Workers
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Settings:
         fallbacks: The `strategy` of `piper.execute`.
     """
 
-    launcher: str = "ray"
+    launcher: Launcher = "ray"
     address: str = "auto"
     costs: Costs | Path | None = None
     out: Path | None = None
@@ -69,7 +69,7 @@ class Settings:
     resume: bool = False
     loader: str | int = "thread"
     restarts: int = 0
-    on_loss: str = "restart"
+    on_loss: Literal["restart", "replan"] = "restart"
     spares: int = 0
     fallbacks: Fallbacks | None = None
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
+from typing import Literal
 
 from piper_compiler.directives.base import Directive, compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
@@ -69,7 +70,7 @@ class Replicate:
 
     selection: Where
     over: tuple[str, ...] = ("dp",)
-    zero: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
     bucket_mb: float = 25
     reduce: str = ""
     shard: Mapping[str, tuple[str, ...]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, shard, split
 from piper_compiler.recipes.registry import recipe
@@ -62,7 +63,7 @@ def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 
 
 def data_parallel(
-    *, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = "",
+    *, over: tuple[str, ...] = ("dp",), zero: Literal[0, 1, 2, 3] = 0, bucket_mb: float = 25, reduce: str = "",
     shard: Mapping[str, tuple[str, ...]] | None = None, resident_mb: float | str = 0, reduced_mb: float | str = 0,
     prefetch: int = 1, gather: str = "",
 ) -> tuple[Directive, ...]:  # fmt: skip

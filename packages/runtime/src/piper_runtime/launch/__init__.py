@@ -6,7 +6,7 @@ May import: data, weights, rank, checkpoint, engine, transport, profile.
 from piper_runtime.launch.command_lines import launch_sections, launch_text
 from piper_runtime.launch.emulation import Durations, Emulation, emulate
 from piper_runtime.launch.inline_run import rank_job
-from piper_runtime.launch.launchers import Workers, check_launcher, check_startable, open_pool
+from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, check_startable, open_pool
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.ray_cluster import RayWording, connect
@@ -21,6 +21,7 @@ __all__ = [
     "Emulation",
     "Failure",
     "Interrupted",
+    "Launcher",
     "Pool",
     "RayWording",
     "Replan",

@@ -87,7 +87,7 @@ class Job:
     batch: Batch
     loss: Callable[[Any, Any], Any] | None = None
     optimizer: MakesOptimizer | Mapping[str, MakesOptimizer] = _MISSING
-    global_batch: int = _MISSING
+    global_batch: int = field(kw_only=True)
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_norm: float | None = None
@@ -110,9 +110,8 @@ class Job:
         return (self.shared,) if isinstance(self.shared, str) else self.shared
 
     def __post_init__(self) -> None:
-        missing = [name for name in ("optimizer", "global_batch") if getattr(self, name) is _MISSING]
-        if missing:
-            raise JobError(f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: {missing[0]!r}")
+        if self.optimizer is _MISSING:
+            raise JobError(f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: 'optimizer'")
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
             value = getattr(self, name)
             problem = callable_problem(name, value)
