@@ -123,7 +123,7 @@ class Job:
         if (problem := rename_problem(self.rename)) is not None:
             raise JobError(f"Job(rename=...): {problem}")
         if self.rename and self.init in ("model", "seeded"):
-            raise JobError(f"Job(init={self.init!r}, rename=...): rename is for names in files; give init the path of weights")
+            raise JobError(f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init a path of weights")
         object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
         object.__setattr__(self, "eval_data", evaluation_data(self.eval_data, self.eval_every, self.eval_batches))
         object.__setattr__(self, "optimizer", bound_by_name(self.optimizer))
