@@ -14,7 +14,7 @@ from piper_ir.errors import DirectiveError
 from piper_ir.mesh import Mesh
 
 LIMIT = 700
-"""Bytes. Four plans of `sparse` fit, in 16 of its 4,096 points."""
+"""The bytes of a device: four plans of `sparse` fit, in 16 of its 4,096 points."""
 
 
 def sparse(trial: Any) -> Strategy:

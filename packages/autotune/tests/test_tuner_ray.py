@@ -73,8 +73,8 @@ def test_the_task_that_is_waited_for_is_cancelled_with_the_others(monkeypatch: p
             self.cancelled.append(f"{ref} {force}")
 
         is_initialized = options = lambda self, **_: self
-        cluster_resources = lambda self: {"CPU": 1}  # noqa: E731
-        put = lambda self, blob: SimpleNamespace(binary=lambda: b"")  # noqa: E731
+        cluster_resources = lambda self: {"CPU": 1}  # noqa: E731 - a stub of one line
+        put = lambda self, blob: SimpleNamespace(binary=lambda: b"")  # noqa: E731 - a stub of one line
 
     monkeypatch.setitem(sys.modules, "ray", StubRay())
     of = problem()

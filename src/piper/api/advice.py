@@ -1,4 +1,4 @@
-"""Say what one word of a strategy would change, before anybody searches, and how a plan that does not fit can be made to."""
+"""Say what one word of a strategy would change, and how a plan that does not fit can be made to fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_INSTRUCTIONS = 4_000
 POLICIES = ("products", "attention", "inputs")
 """The policies of recomputation that are tried, from the one that keeps most."""
 MOST_SEARCHED = 256
-"""The most devices times microbatches for which other schedules are tried, since some of them search for their orders."""
+"""The most devices times microbatches for which other schedules are tried: some of them search for orders."""
 SPARING = ("one_f_one_b", "v_half", "v_min")
 """The schedules that are tried in place of another, from the one that keeps most microbatches."""
 
@@ -68,7 +68,7 @@ def advice(
     plan: Plan | None = None,
     contention: bool = True,
 ) -> Advice:
-    """Return what other words of a strategy would change in its prediction, and for a plan that does not fit, a way out.
+    """Return what other words of a strategy would change, and for a plan that does not fit, a way out.
 
     Args:
         job: The job to train.
@@ -99,7 +99,7 @@ def advice(
 
 
 def changes(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield strategies that hold less, each with its words: one change each, then one more of the strongest at a time."""
+    """Yield strategies that hold less, each with its words: one change each, then the strongest together."""
     for kind in KINDS:
         yield from kind(strategy)
     said, changed = "", strategy
@@ -126,7 +126,7 @@ def _recomputing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield higher levels of ZeRO, where there are replicas that may share; level 1 is a word that is tried of any plan."""
+    """Yield levels of ZeRO from 2 on, where there are replicas; level 1 is a word that is tried of any plan."""
     able = [d for d in strategy.directives if isinstance(d, replicate) and d.shard is None]
     able = [d for d in able if strategy.mesh.degree(d.over) > 1]
     for zero in range(max([2, *(d.zero + 1 for d in able)]), 4 if able else 0):
@@ -162,7 +162,7 @@ def _twice(strategy: Strategy) -> tuple[str, list[Directive]] | None:
 
 
 def _wider(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield twice the devices along tp, half of those along dp if that is even, and rows per microbatch as they were."""
+    """Yield twice the devices along tp, half of those along dp if that is even, and the same rows each."""
     mesh = strategy.mesh
     tp, dp = 2 * mesh.size("tp"), mesh.size("dp")
     others = [(axis, size) for axis, size in mesh.sizes if axis not in ("tp", "dp")]

@@ -30,7 +30,7 @@ MOST_CAPTURES = 16
 _CAPTURES: dict[CaptureKey, Traced | Captured] = {}
 
 _HELD: list[dict[tuple[object, ...], tuple[Job, Traced | Captured]]] = []
-"""The captures by the objects of their jobs, while `captured_once` holds them; jobs are kept, so that ids stay theirs."""
+"""The captures by the objects of their jobs, while `captured_once` holds them, with the jobs that have these ids."""
 
 
 _BATCHES: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Show a recipe or a table of torch's: compiled for a synthetic program, simulated, drawn with its numbers; list all recipes."""
+"""Show a recipe or a table of torch's, compiled for a synthetic program and simulated; and list all recipes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChunkTimes:
 
     @staticmethod
     def parse(text: str | None) -> ChunkTimes:
-        """Read `--times 3,4,2` or `--times 1,1,1,2.5`; None stands for a second each. Raises JobError for anything else."""
+        """Read `--times 3,4,2` or `1,1,1,2.5`; None stands for a second each. Raises JobError for anything else."""
         if text is None:
             return ChunkTimes()
         try:

@@ -66,7 +66,7 @@ class KeptState:
         return True
 
     def as_found(self) -> bool:
-        """Return whether all that calls changed is again what it was before the first of them, like a flag that is reset.
+        """Return whether all that calls changed is again as it was before the first of them, like a flag that is reset.
 
         The next call is then like the first. Only what can be compared for certain counts.
         """

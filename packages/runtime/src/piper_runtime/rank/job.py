@@ -65,7 +65,7 @@ class Job:
         global_batch: rows per step over all replicas.
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
-        precision: the dtypes (`Precision`), or the name of one for all: "float64", "float32" or "bfloat16".
+        precision: dtypes (`Precision`), or the name of one for all, such as "bfloat16".
         init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
             made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
@@ -126,9 +126,7 @@ class Job:
         if (problem := rename_problem(self.rename)) is not None:
             raise JobError(f"Job(rename=...): {problem}")
         if self.rename and self.init in ("model", "seeded"):
-            raise JobError(
-                f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init the path of weights"
-            )
+            raise JobError(f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init a path of weights")
         object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
         object.__setattr__(self, "eval_data", evaluation_data(self.eval_data, self.eval_every, self.eval_batches))
         object.__setattr__(self, "optimizer", bound_by_name(self.optimizer))
