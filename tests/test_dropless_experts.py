@@ -71,6 +71,21 @@ def assert_right(load: str, made: Compiled, **more: Any) -> Any:
     return found
 
 
+def frozen(load: str) -> SteeredMixture:
+    """A mixture of which the matrices of experts are not trained."""
+    model = SteeredMixture(load)
+    for p in model.parameters():
+        p.requires_grad_(p.ndim < 3)
+    return model
+
+
+def test_frozen_experts_hand_gradients_on() -> None:
+    """In further rounds, too, where there is no gradient of a matrix to add up."""
+    work = replace(job("all to one"), model=functools.partial(frozen, "all to one"))
+    made = piper.compile(work, Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))]))
+    parity.assert_parity(run(made), parity.reference(work, replicas=2, microbatches=1, steps=2))
+
+
 ROUNDS = {"uniform": 1, "1.5": 2, "2": 2, "all to one": 4}
 """Places for 10 rows from each device in a row of tokens: for bound 1.25, and 8 that would come if all got equally many."""
 

@@ -154,6 +154,14 @@ def test_what_a_file_does_not_hold_is_captured(counted: Mock, again: Callable[[]
     assert counted.call_count == 3
 
 
+def test_a_kept_capture_is_cut_where_devices_share_work(counted: Mock, again: Callable[[], None]) -> None:
+    cut, whole = (piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), cut=asked)]) for asked in (True, False))
+    expected = losses(piper.compile(job(PLAIN), whole))
+    again()
+    assert losses(piper.compile(job(PLAIN), cut)) == pytest.approx(expected, rel=1e-5)
+    assert counted.call_count == 2
+
+
 def test_another_model_or_version_is_captured(counted: Mock, again: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (PLAIN, functools.partial(Net, 3), functools.partial(Net, 3)):
         piper.compile(job(made), ONE)

@@ -19,6 +19,7 @@ from piper_compiler import (
     recipes,
     replicate,
     save_strategy,
+    shard,
     split,
     stream,
 )
@@ -157,3 +158,14 @@ def test_the_values_that_made_a_strategy_travel_with_it() -> None:
         made.with_params({"x": (1, 2)})
     with pytest.raises(FormatError, match="params"):
         Strategy.loads(made.dumps().replace('"params": {', '"params": {"y": [1], '))
+
+
+def test_one_directive_and_one_axis_need_no_tuple() -> None:
+    alone = split(where(), microbatches=2)
+    assert Strategy(Mesh(), alone) == Strategy(Mesh(), [alone])
+    assert replicate(where(), over="dp") == replicate(where(), over=["dp"]) == replicate(where(), over=("dp",))  # type: ignore[arg-type]
+    shared = replicate(where(), shard={"optim": "dp"})  # type: ignore[dict-item]
+    assert shared == replicate(where(), shard={"optim": ("dp",)})
+    assert shard(where(), over=("tp",)) == shard(where(), over="tp")  # type: ignore[arg-type]
+    with pytest.raises(DirectiveError, match="Strategy: 3 is no directive"):
+        Strategy(Mesh(), 3)  # type: ignore[arg-type]

@@ -15,12 +15,12 @@ from packages.ir.tests.documents_for_tests import documents
 from packages.ir.tests.plans_for_tests import chunks, good_plan
 from piper_ir import codec
 from piper_ir.codec import decode, dumps, encode, loads
-from piper_ir.errors import FormatError
+from piper_ir.errors import FormatError, PlanError
 from piper_ir.graph import Graph
 from piper_ir.graph_json import GraphDocument
 from piper_ir.ops import Collective, Op, Update
 from piper_ir.plan import Plan, Values
-from piper_ir.program import Program
+from piper_ir.program import Inside, Liveness, Program
 from piper_ir.select import Where, where
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.trace import MemSample, Span, Trace
@@ -204,3 +204,10 @@ def test_a_graph_has_a_document_only_where_it_is_registered(monkeypatch: pytest.
     monkeypatch.delitem(codec._DOCUMENT_FORMS, Graph)
     with pytest.raises(TypeError, match="no JSON form for Graph"):
         loads(Graph, '{"format": "Graph", "version": 1}')
+
+
+@pytest.mark.parametrize("inside", [(), ((Inside(1),),)])
+def test_a_step_whose_entries_are_missing_says_so(inside: Any) -> None:
+    consumed = (0, 1) if not inside else (0,)
+    with pytest.raises(PlanError, match=r"2 segments and . entries of inside, and . inputs consumed; one segment more"):
+        Liveness(consumed, ((1,), (2,)), inside).peak({}, "cuda")

@@ -69,7 +69,7 @@ def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows]:
             case Fresh(bucket=id):
                 bucket_of[part.writes[0]] = id
                 kind_of[part.writes[0]] = reduced
-            case Collective() as op if part.reads[0] in bucket_of:
+            case Collective() as op if part.reads and part.reads[0] in bucket_of:  # an all-reduce of a bucket reads no value
                 id = bucket_of[part.reads[0]]
                 reduced.by_bucket[id] = reduced.by_bucket.get(id, 0) + 1
                 reduced.moved += plan.values[part.reads[0]].nbytes

@@ -22,7 +22,7 @@ class Strategy:
     """Hold a mesh and directives: `Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`.
 
     Attributes:
-        directives: in the order in which they are applied; nested tuples and lists are flattened.
+        directives: in the order in which they are applied, or one alone; nested tuples and lists are flattened.
         params: for the record, the values that a function of a trial chose when it made this strategy; equality ignores
             them.
     """
@@ -31,11 +31,13 @@ class Strategy:
     directives: tuple[Directive, ...]
     params: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    def __init__(self, mesh: Mesh, directives: Iterable[Any] = (), *, params: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, directives: Directive | Iterable[Any] = (), *, params: Mapping[str, Any] | None = None
+    ) -> None:
         if not isinstance(mesh, Mesh):
             raise DirectiveError(f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)")
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "directives", tuple(_flatten(directives)))
+        object.__setattr__(self, "directives", tuple(_flatten(directives if isinstance(directives, Iterable) else [directives])))
         object.__setattr__(self, "params", dict(params or {}))
 
     def with_params(self, params: Mapping[str, Any]) -> Strategy:

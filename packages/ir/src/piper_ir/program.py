@@ -25,6 +25,7 @@ from typing import Literal
 
 from piper_ir.content import content_key
 from piper_ir.draws import Draw
+from piper_ir.errors import PlanError
 from piper_ir.layout import Layout, StepCollective
 from piper_ir.ops import KEEP_ALL, variant_name
 from piper_ir.sizes import Dim, TensorSpec, bind
@@ -145,8 +146,14 @@ class Liveness:
         """Return the most bytes above those held before the step; sizes must be bound.
 
         `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts what
-        kernels hold inside there, too.
+        kernels hold inside there, too. Raises PlanError where entries are missing, as in a file that was edited.
         """
+        if len(self.segments) != len(self.consumed) + 1 or len(self.inside) not in (0, len(self.segments)):
+            raise PlanError(
+                f"a step's liveness has {len(self.segments)} segments and {len(self.inside)} entries of inside, and "
+                f"{len(self.consumed)} inputs consumed; one segment more than these is needed, and inside for each or for none. "
+                "Compile the plan again, or restore its file"
+            )
         freed = 0
         peak = 0
         for i, segment in enumerate(self.segments):

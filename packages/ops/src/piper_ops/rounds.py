@@ -186,6 +186,8 @@ def _add_wgrad(
     exchange: Exchanged, totals: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, rows: Tensor, table: Tensor,
     weights: Sequence[Tensor], body: str, axis: str, slot: int, place: int,
 ) -> None:  # fmt: skip
+    if not any(wanted):  # frozen experts: all devices know it, and none exchanges anything
+        return
     run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
         given, counts = run.there(rows, number)

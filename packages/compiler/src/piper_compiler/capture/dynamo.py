@@ -132,6 +132,10 @@ class Forward:
         """Return the nodes of the scalars that a step hands out: the loss, its weight, metrics."""
         return (self.loss, *([] if self.weight is None else [self.weight]), *[m.node for m in self.metrics])
 
+    def with_graph(self, **changed: Any) -> Forward:
+        """Return the same with another graph and what names its nodes; what stands for a kept capture has it, too."""
+        return replace(self, **changed)
+
 
 @dataclass(frozen=True)
 class Counted:

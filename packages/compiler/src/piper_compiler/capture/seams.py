@@ -96,8 +96,7 @@ def _without_biases(forward: Forward, nodes: Collection[fx.Node]) -> tuple[Forwa
             copies[node].meta, read[node].meta = dict(node.meta), dict(node.meta)
         else:
             copies[node] = read[node] = graph.node_copy(node, read.__getitem__)
-    made = replace(
-        forward,
+    made = forward.with_graph(
         graph=graph,
         origins={read[n]: origin for n, origin in forward.origins.items()},
         loss=read[forward.loss],

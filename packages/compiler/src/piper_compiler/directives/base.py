@@ -68,6 +68,13 @@ def directive(cls: C) -> C:
     return cls
 
 
+def as_names(given: Any) -> Any:
+    """Return names of axes as a tuple, where one is given alone or all are in a list; what is neither stays as it is."""
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given) if isinstance(given, list | tuple) else given
+
+
 def call_site() -> str:
     """Return "file.py:12" of the nearest caller outside of this package, where the user wrote the directive."""
     frame = sys._getframe(1)

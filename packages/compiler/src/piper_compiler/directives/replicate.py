@@ -24,7 +24,7 @@ from itertools import pairwise
 from math import inf
 from typing import Literal
 
-from piper_compiler.directives.base import Directive, compute_nodes, directive, fail, site_field
+from piper_compiler.directives.base import Directive, as_names, compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph import Graph, Node, Replication
@@ -54,7 +54,7 @@ class Replicate:
     Parameters of which a rank keeps a part are gathered before they are used, and dropped afterwards.
 
     Attributes:
-        over: mesh axes.
+        over: mesh axes, as a tuple of names; the name of one alone will do.
         zero: 0 keeps everything whole; 1 shares the optimizer's states along `over`, 2 the gradients too, 3 the
             parameters too.
         bucket_mb: MiB of a bucket, in the gradients' dtype.
@@ -80,9 +80,13 @@ class Replicate:
     gather: str = ""
     site: str = site_field()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "over", as_names(self.over))
+        if isinstance(self.shard, Mapping):
+            object.__setattr__(self, "shard", {state: as_names(axes) for state, axes in self.shard.items()})
+
     def check(self, graph: Graph) -> None:
-        unknown = [a for a in self.over if a not in AXES]
-        if not self.over or unknown:
+        if not isinstance(self.over, tuple) or not self.over or any(a not in AXES for a in self.over):
             raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
         if taken := shared_axes(graph, self.over):
             raise fail(self, 9, f"devices share the chunks over {taken} (by shard), so they have the same rows; use another axis")

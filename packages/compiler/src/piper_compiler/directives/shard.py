@@ -36,8 +36,8 @@ Legality
  7. `attention` is "heads", "ring" or "gather", `order` is "", "zigzag" or "blocks"; both are said with index="tokens".
  8. Each name in `index` is that of an index, no op wants it whole, and the devices divide it.
  9. Where tokens are shared, the devices divide them, and no region is opaque.
-10. The optimizer is one that works element by element where parameters are in parts: SGD, Adam, AdamW,
-    or one that piper.elementwise declares.
+10. The optimizer is one that works element by element where parameters are in parts: those of torch.optim but
+    Adafactor and Muon, or one that piper.elementwise declares.
 11. `channel` and `sms` stand with stream="rows" or cut=True alone, and not for dropless mixtures, whose exchanges are
     inside of steps: the name of a stream other than compute's, and a number from 0 to 4096 or None. With
     stream="rows" `index` names one index, and `keep` is False.
@@ -57,7 +57,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from piper_compiler.directives.base import Directive, compute_nodes, describe, directive, fail, site_field
+from piper_compiler.directives.base import Directive, as_names, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph
 from piper_ir.graph_parts import EdgeExchange
@@ -79,7 +79,7 @@ class Shard:
     """Share the work of each chunk among the devices along `over`, or the experts of the selected ones.
 
     Attributes:
-        over: the mesh axis.
+        over: the mesh axis, as a name or a tuple of one.
         index: names of the indexes to share; all that can be shared where none is named.
         stream: "tokens" lets the devices share along its tokens what passes from layer to layer, too (sequence
             parallelism; Korthikanti et al., arXiv 2205.05198). "rows" lets each have rows of its own, but for experts.
@@ -115,6 +115,11 @@ class Shard:
     overflow: str = OVERFLOWS[0]
     cut: bool = False
     site: str = site_field()
+
+    def __post_init__(self) -> None:
+        named = as_names(self.over)
+        if isinstance(named, tuple) and len(named) == 1:  # all others are refused by `check_form`
+            object.__setattr__(self, "over", named[0])
 
     def check(self, graph: Graph) -> None:
         self.check_form()
