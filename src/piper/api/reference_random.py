@@ -82,7 +82,7 @@ class RandomState:
         torch.default_generator.manual_seed(len(self._positions) - 1)  # torch.manual_seed: 50 times as long
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation draws in this position, and go on to the next."""
+        """Run a random operation in this position, and go on to the next."""
         module, drawn = self._at()
         place = f"{module}#{drawn.get(module, 0)}"
         if self._by_row:
@@ -149,7 +149,7 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]) -> Any:
-    """Return what an operation draws from numbers: torch draws first, for the result's form."""
+    """Run a random operation on numbers: torch draws first, for the result's form."""
     given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
     result = func(*args, **kwargs)
     if name == "native_dropout":

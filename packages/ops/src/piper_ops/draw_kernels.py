@@ -27,7 +27,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """Hold a call of a random operation: its arguments by name, and what its result is like."""
+    """Hold a call of a random operation: its arguments by name, and the form of its result."""
 
     given: Mapping[str, Any]
     shape: tuple[int, ...]
@@ -172,7 +172,7 @@ def refusal_of_draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Source) -> Any:
-    """Return what an operation of `KERNELS` draws from counted numbers; it changes in place what torch's would."""
+    """Run an operation of `KERNELS` on counted numbers; it changes the tensors that torch's would change."""
     call, name = _call(op, args, kwargs), op._schema.name.removeprefix("aten::")
     drawn = KERNELS[name](call, numbers)
     if name == "rrelu_with_noise":
@@ -188,5 +188,5 @@ def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _like(given: Tensor, drawn: Tensor) -> Tensor:
-    """Return what was drawn with its dimensions in memory in the order that they have in the given tensor."""
+    """Return a drawn tensor with its dimensions in memory in the order of the given one."""
     return drawn if given.is_contiguous() else torch.empty_like(given, dtype=drawn.dtype).copy_(drawn)

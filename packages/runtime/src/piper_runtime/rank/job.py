@@ -69,8 +69,8 @@ class Job:
             Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
         shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
             of file names, of the path ("inputs.positions") or its end ("positions").
-        batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does; running
-            averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
+        batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does;
+            running averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
             (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
         eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
