@@ -125,6 +125,8 @@ def _shifted(word: Tensor, by: int) -> Tensor:
 class _Mode(TorchDispatchMode):
     """Hand operations that draw random numbers to a function."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, drawn: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._drawn = drawn

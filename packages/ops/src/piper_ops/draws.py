@@ -191,6 +191,8 @@ def draw(number: int, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 class DrawingMode(TorchDispatchMode):
     """Let random operations draw as a chunk's drawing says, in the order in which they run."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, current: Drawing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._drawing, self._number = current, 0
