@@ -184,24 +184,28 @@ def _bernoulli(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tenso
 
 def _from_to(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return _uniform(numbers(like.shape), like.dtype) * (high - low) + low
+    result: Tensor = _uniform(numbers(like.shape), like.dtype) * (high - low) + low
+    return result
 
 
 def _normal(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     first, second = (_open(numbers(like.shape, stream)) for stream in (0, 1))
-    return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get("std", 1.0) + given.get("mean", 0.0)
+    result: Tensor = (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get("std", 1.0) + given.get("mean", 0.0)
+    return result
 
 
 def _integers(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     low = given.get("low", given.get("from", 0))
     wide = (numbers(like.shape) << 31) + (numbers(like.shape, 1) >> 1)
-    return wide % (given.get("high", given.get("to")) - low) + low
+    result: Tensor = wide % (given.get("high", given.get("to")) - low) + low
+    return result
 
 
 def _multinomial(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     shares, count = given["self"].double(), given["num_samples"]
     if count == 1 or not given["replacement"]:
-        return (shares / -_open(numbers(shares.shape)).log()).topk(count, -1).indices
+        result: Tensor = (shares / -_open(numbers(shares.shape)).log()).topk(count, -1).indices
+        return result
     sums = shares.cumsum(-1)
     found = torch.searchsorted(sums, _open(numbers(like.shape)) * sums[..., -1:], right=True)
     return found.clamp(max=shares.shape[-1] - 1)

@@ -82,11 +82,13 @@ def _uniform(call: _Call, numbers: Source) -> Tensor:
 
 def _normal(call: _Call, numbers: Source) -> Tensor:
     mean, std = call.given.get("mean", 0.0), call.given.get("std", 1.0)
-    return (numbers.normal(call.shape, call.device) * std + mean).to(call.dtype)
+    result: Tensor = (numbers.normal(call.shape, call.device) * std + mean).to(call.dtype)
+    return result
 
 
 def _log_normal(call: _Call, numbers: Source) -> Tensor:
-    return (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"]).exp_().to(call.dtype)
+    result: Tensor = (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"]).exp_().to(call.dtype)
+    return result
 
 
 def _exponential(call: _Call, numbers: Source) -> Tensor:
@@ -122,7 +124,8 @@ def _multinomial(call: _Call, numbers: Source) -> Tensor:
     shares, count = call.given["self"].double(), call.given["num_samples"]
     if not call.given["replacement"] or count == 1:
         waits = numbers.open(call.shape, call.device).log_().neg_()
-        return (shares / waits).topk(count, -1).indices
+        result: Tensor = (shares / waits).topk(count, -1).indices
+        return result
     sums = shares.cumsum(-1)
     drawn = numbers.open((*call.shape[:-1], count), call.device) * sums[..., -1:]
     return torch.searchsorted(sums, drawn, right=True).clamp_(max=call.shape[-1] - 1)

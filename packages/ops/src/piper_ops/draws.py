@@ -64,7 +64,7 @@ class Drawing:
     step: int
     first: int
     whole: int
-    begin: Callable[[str], None] | None = None
+    begin: Callable[[str], object] | None = None
 
     def run(self, number: int, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a random operation, the one of that number in the chunk."""
