@@ -366,6 +366,8 @@ def _interpreted(
             if "saved tensor hooks" in reason:
                 reason = f"gradients by torch.func (grad, vjp, jacrev, hessian). {GRADIENTS}"
             raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
+        finally:
+            running.clear()  # it holds tensors, which would count as alive
 
     return body
 
