@@ -359,7 +359,7 @@ def _drawn_by(change: Callable[[Drawing, Chunk], Drawing]) -> Callable[[Part, Ra
 
 def _other_mask(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run, values = bind(part, rank), rank.store.values
-    if not isinstance(part.op, Compute) or part.op.step != "I" or not rank.plan.chunk(part.op.chunk).random:
+    if not isinstance(part.op, Compute) or part.op.step not in ("I", "W") or not rank.plan.chunk(part.op.chunk).random:
         return run
 
     def other() -> None:

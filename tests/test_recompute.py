@@ -149,8 +149,8 @@ def test_at_one_row() -> None:
 
 def test_random_numbers_of_another_state_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the state of the forward, R draws other numbers, and the run differs."""
-    seeded = parts._seeded
-    monkeypatch.setattr(parts, "_seeded", lambda run, part, *rest: run if part.op.step == "R" else seeded(run, part, *rest))
+    drawing = parts._drawing
+    monkeypatch.setattr(parts, "_drawing", lambda run, part, *rest: run if part.op.step == "R" else drawing(run, part, *rest))
     directives = (*PIPELINES["1f1b"](), piper.recompute(where(), keep="inputs"))
     assert differing(trained(piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives))), without("1f1b"))
 

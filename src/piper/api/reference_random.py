@@ -82,7 +82,7 @@ class RandomState:
         torch.default_generator.manual_seed(len(self._positions) - 1)  # torch.manual_seed: 50 times as long
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation draws in this position, and go on to the next."""
+        """Run a random operation in this position, and go on to the next."""
         module, drawn = self._at()
         place = f"{module}#{drawn.get(module, 0)}"
         if self._by_row:
@@ -125,6 +125,8 @@ def _shifted(word: Tensor, by: int) -> Tensor:
 class _Mode(TorchDispatchMode):
     """Hand operations that draw random numbers to a function."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, drawn: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._drawn = drawn
@@ -149,7 +151,7 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]) -> Any:
-    """Return what an operation draws from numbers: torch draws first, for the result's form."""
+    """Run a random operation on numbers: torch draws first, for the result's form."""
     given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
     result = func(*args, **kwargs)
     if name == "native_dropout":
@@ -182,24 +184,28 @@ def _bernoulli(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tenso
 
 def _from_to(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return _uniform(numbers(like.shape), like.dtype) * (high - low) + low
+    result: Tensor = _uniform(numbers(like.shape), like.dtype) * (high - low) + low
+    return result
 
 
 def _normal(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     first, second = (_open(numbers(like.shape, stream)) for stream in (0, 1))
-    return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get("std", 1.0) + given.get("mean", 0.0)
+    result: Tensor = (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get("std", 1.0) + given.get("mean", 0.0)
+    return result
 
 
 def _integers(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     low = given.get("low", given.get("from", 0))
     wide = (numbers(like.shape) << 31) + (numbers(like.shape, 1) >> 1)
-    return wide % (given.get("high", given.get("to")) - low) + low
+    result: Tensor = wide % (given.get("high", given.get("to")) - low) + low
+    return result
 
 
 def _multinomial(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     shares, count = given["self"].double(), given["num_samples"]
     if count == 1 or not given["replacement"]:
-        return (shares / -_open(numbers(shares.shape)).log()).topk(count, -1).indices
+        result: Tensor = (shares / -_open(numbers(shares.shape)).log()).topk(count, -1).indices
+        return result
     sums = shares.cumsum(-1)
     found = torch.searchsorted(sums, _open(numbers(like.shape)) * sums[..., -1:], right=True)
     return found.clamp(max=shares.shape[-1] - 1)

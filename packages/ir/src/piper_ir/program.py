@@ -244,7 +244,7 @@ class Chunk:
         inputs, outputs: the tensors that the chunk reads and makes.
         ports: port -> shape and dtype.
         code: the key of its functions in the store of code; equal for chunks that share code.
-        random, draws: whether F draws random numbers, and by which operations, in the order in which its code numbers them.
+        random, draws: whether F draws random numbers, and by which operations, as its code numbers them.
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
         keep: the policy of recomputation, which says what F keeps for I and W. Chunks keep all; variants do not.
         experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.

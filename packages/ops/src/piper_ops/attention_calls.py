@@ -2,8 +2,8 @@
 
 Written out are calls that no kernel computes alike on every device: with dropout inside, whose mask each kernel draws
 in another way, with a mask that gets a gradient, and with tensors that are broadcast against each other. The
-probabilities [..., T_q, T_k] are then kept for the backward. Dropout is `F.dropout` of them, as in torch's own attention
-on a CPU.
+probabilities [..., T_q, T_k] are then kept for the backward. Dropout is `F.dropout` of them, as in torch's own
+attention on a CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Make random numbers by counting: each is a function of a key and of its index, whatever else is drawn, or when.
 
-The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). A key is
-a start and an odd increment of 64 bits; word i of it is mix(start + i * increment) in arithmetic modulo 2**64. So any
-range of words is made at once, by integer operations on tensors that are exact on every device. A word serves two
+The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). A key
+is a start and an odd increment of 64 bits; word i of it is mix(start + i * increment) in arithmetic modulo 2**64. So
+any range of words is made at once, by integer operations on tensors that are exact on every device. A word serves two
 elements, the even one by its lower 32 bits, the odd one by its upper ones.
 """
 
@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """The shifts of the mix, each with the factor that follows."""
 BLOCK = {"cpu": 1 << 14}
-"""Words that are made at once, by type of device: on a CPU as many as stay in its cache."""
+"""The words that are made at once, by type of device: on a CPU as many as stay in its cache."""
 BLOCK_ELSEWHERE = 1 << 20
 
 

@@ -27,7 +27,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """Hold a call of a random operation: its arguments by name, and what its result is like."""
+    """Hold a call of a random operation: its arguments by name, and the form of its result."""
 
     given: Mapping[str, Any]
     shape: tuple[int, ...]
@@ -82,11 +82,13 @@ def _uniform(call: _Call, numbers: Source) -> Tensor:
 
 def _normal(call: _Call, numbers: Source) -> Tensor:
     mean, std = call.given.get("mean", 0.0), call.given.get("std", 1.0)
-    return (numbers.normal(call.shape, call.device) * std + mean).to(call.dtype)
+    result: Tensor = (numbers.normal(call.shape, call.device) * std + mean).to(call.dtype)
+    return result
 
 
 def _log_normal(call: _Call, numbers: Source) -> Tensor:
-    return (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"]).exp_().to(call.dtype)
+    result: Tensor = (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"]).exp_().to(call.dtype)
+    return result
 
 
 def _exponential(call: _Call, numbers: Source) -> Tensor:
@@ -122,7 +124,8 @@ def _multinomial(call: _Call, numbers: Source) -> Tensor:
     shares, count = call.given["self"].double(), call.given["num_samples"]
     if not call.given["replacement"] or count == 1:
         waits = numbers.open(call.shape, call.device).log_().neg_()
-        return (shares / waits).topk(count, -1).indices
+        result: Tensor = (shares / waits).topk(count, -1).indices
+        return result
     sums = shares.cumsum(-1)
     drawn = numbers.open((*call.shape[:-1], count), call.device) * sums[..., -1:]
     return torch.searchsorted(sums, drawn, right=True).clamp_(max=call.shape[-1] - 1)
@@ -172,7 +175,7 @@ def refusal_of_draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Source) -> Any:
-    """Return what an operation of `KERNELS` draws from counted numbers; it changes in place what torch's would."""
+    """Run an operation of `KERNELS` on counted numbers; it changes the tensors that torch's would change."""
     call, name = _call(op, args, kwargs), op._schema.name.removeprefix("aten::")
     drawn = KERNELS[name](call, numbers)
     if name == "rrelu_with_noise":
@@ -188,5 +191,5 @@ def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _like(given: Tensor, drawn: Tensor) -> Tensor:
-    """Return what was drawn with its dimensions in memory in the order that they have in the given tensor."""
+    """Return a drawn tensor with its dimensions in memory in the order of the given one."""
     return drawn if given.is_contiguous() else torch.empty_like(given, dtype=drawn.dtype).copy_(drawn)

@@ -48,7 +48,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Hold what the numbers of one run of a chunk depend on.
+    """Hold everything on which the numbers of one run of a chunk depend.
 
     Attributes:
         draws: the draws of the chunk, in the order in which its code numbers them.
@@ -64,10 +64,10 @@ class Drawing:
     step: int
     first: int
     whole: int
-    begin: Callable[[str], None] | None = None
+    begin: Callable[[str], object] | None = None
 
     def run(self, number: int, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation draws, the one of that number in the chunk."""
+        """Run a random operation, the one of that number in the chunk."""
         drawn = self.draws[number]
         if self.begin is not None:
             self.begin(drawn.place)
@@ -80,7 +80,7 @@ _watchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: Numbers) -> Any:
-    """Return what an operation draws, where a mode watches that is to see torch's operation and nothing inside of it."""
+    """Run a random operation under a mode that is to see torch's operation, and nothing inside of it."""
     result = op(*args, **kwargs)
     with _disable_current_modes():
         drawn = run_counted(op, args, kwargs, numbers)
@@ -123,7 +123,7 @@ class Numbers:
     def made(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, make: Callable[[Tensor], Tensor], stream: int = 0
     ) -> Tensor:
-        """Return a contiguous tensor of what `make` makes of the numbers (torch.int32); streams are independent."""
+        """Return a contiguous tensor that `make` computes of the numbers (torch.int32); streams are independent."""
         key, begin = self._key(stream), self._begin(shape)
         if begin is None:
             return make(numbers_at(key, self._elements(shape, device))).to(dtype)
@@ -183,13 +183,15 @@ def drawing(current: Drawing, *, opaque: bool = False) -> Iterator[None]:
 
 
 def draw(number: int, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Return what a random operation of captured code draws, the one of that number in its chunk."""
+    """Run a random operation of captured code, the one of that number in its chunk."""
     current = _CURRENT.drawing
     return op(*args, **kwargs) if current is None else current.run(number, op, args, kwargs)
 
 
 class DrawingMode(TorchDispatchMode):
     """Let random operations draw as a chunk's drawing says, in the order in which they run."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, current: Drawing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there

@@ -201,7 +201,7 @@ class _Watch(_torch.TorchDispatchMode):
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note a random operation; of those of a module that runs as it is, whose number depends on values, the first."""
+        """Note a random operation; of a module that runs as it is, where values decide how many, the first."""
         node = self._running()
         noted = {d.origin for d in self.observed.draws}
         if node is not None and not (node.target is as_written and node.name in noted):
@@ -353,7 +353,7 @@ GRADIENTS = (
 def _interpreted(
     module: fx.GraphModule, constants: Mapping[str, Tensor], running: list[Interpreter]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the module as a function of its inputs, whose errors name the user's line; `running` gets the latest run."""
+    """Return the module as a function of its inputs, whose errors name the user's line; `running` is the latest run."""
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         interpreter = Interpreter(module, constants)
@@ -366,6 +366,8 @@ def _interpreted(
             if "saved tensor hooks" in reason:
                 reason = f"gradients by torch.func (grad, vjp, jacrev, hessian). {GRADIENTS}"
             raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
+        finally:
+            running.clear()  # it holds tensors, which would count as alive
 
     return body
 

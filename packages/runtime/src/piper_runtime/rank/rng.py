@@ -15,7 +15,7 @@ from piper_ir.program import Chunk
 from piper_ops import Drawing
 
 Draws = Literal["rows", "microbatches"]
-"""By what random numbers are drawn: by row, whatever the plan, or by microbatch with torch's generator."""
+"""The ways in which random numbers are drawn: by row, whatever the plan, or by microbatch with torch's generator."""
 
 
 def drawing_of(plan: Plan, chunk: Chunk, draws: Draws, seed: int, step: int, row: int, device: torch.device) -> Drawing:
