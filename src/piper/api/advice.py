@@ -129,7 +129,8 @@ def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Yield levels of ZeRO from 2 on, where there are replicas; level 1 is a word that is tried of any plan."""
     able = [d for d in strategy.directives if isinstance(d, replicate) and d.shard is None]
     able = [d for d in able if strategy.mesh.degree(d.over) > 1]
-    for zero in range(max([2, *(d.zero + 1 for d in able)]), 4 if able else 0):
+    levels: tuple[Literal[2, 3], ...] = (2, 3)
+    for zero in (level for level in levels if able and all(level > d.zero for d in able)):
         yield f"replicate(zero={zero})", _with(strategy, [replace(d, zero=zero) if d in able else d for d in strategy.directives])
 
 

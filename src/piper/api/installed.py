@@ -103,7 +103,7 @@ def _setting(value: object, depth: int = 4, objects: bool = False) -> str | None
     if depth and isinstance(value, dict) and dict.__len__(value) < MOST_ITEMS:
         # What is stored, as `dict` has it: a class may import packages in an `items` of its own, and fail.
         items = [(_setting(k, 0), _setting(v, depth - 1)) for k, v in list(dict.items(value))]
-        return repr(sorted(pair for pair in items if None not in pair))  # type: ignore[type-var]  # without None
+        return repr(sorted(pair for pair in items if None not in pair))
     if depth and isinstance(value, list | tuple | set | frozenset) and len(value) < MOST_ITEMS:
         texts = [text for item in list(value) if (text := _setting(item, depth - 1)) is not None]
         return repr(sorted(texts) if isinstance(value, set | frozenset) else texts)

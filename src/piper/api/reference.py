@@ -243,8 +243,9 @@ def _scalar(loss: Any) -> Tensor:
         return sum((_scalar(pair) for pair in means), torch.zeros(()))
     if isinstance(loss, tuple):
         total, weight = loss
-        return total / (weight.detach() if isinstance(weight, Tensor) else weight)
-    return loss
+        loss = total / (weight.detach() if isinstance(weight, Tensor) else weight)
+    value: Tensor = loss
+    return value
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -50,42 +50,37 @@ _MISSING: Any = object()
 class Job:
     """Describe a training job, independent of how it is distributed; raise JobError for an unusable field.
 
-        Attributes:
-            model: () -> nn.Module.
-            batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
-                tuple (positional) or a mapping (keyword), targets any nest of tensors. A mapping alone is the inputs.
-                Numbers, bools and texts in it are constants of the model. `from_dataset` and `from_stream` make one, which
-                is bound to `global_batch` here.
-            loss: (output, targets) -> a scalar, which is that of the whole global batch: a sum or a mean over rows, also over
-                those that the batch decides; a pair (sum, weight); or a list or dict of pairs, whose means are added up. None
-                for the model's own loss: its output, the first of several, or `output.loss`.
-            optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
-                full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
-            scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
-            global_batch: rows per step over all replicas.
-            tokens_per_row: tokens in a row, for tokens per second.
-            clip_norm: largest global 2-norm of the gradient.
-            precision: dtypes (`Precision`), or the name of one for all, such as "bfloat16".
-            init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
-                made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
-                Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
-            shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
-                of file names, of the path ("inputs.positions") or its end ("positions").
-    <<<<<<< HEAD
-            batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does; running
-                averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
-            loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
-                does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
-    =======
-            batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does;
-                running averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
-    >>>>>>> h/draws
-            metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
-                (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
-            eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
-            eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
-            draws: by what random numbers are drawn: rows of the global batch, or microbatches; see docs/random_numbers.md.
-            rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
+    Attributes:
+        model: () -> nn.Module.
+        batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
+            tuple (positional) or a mapping (keyword), targets any nest of tensors. A mapping alone is the inputs.
+            Numbers, bools and texts in it are constants of the model. `from_dataset` and `from_stream` make one, which
+            is bound to `global_batch` here.
+        loss: (output, targets) -> a scalar, which is that of the whole global batch: a sum or a mean over rows, also over
+            those that the batch decides; a pair (sum, weight); or a list or dict of pairs, whose means are added up. None
+            for the model's own loss: its output, the first of several, or `output.loss`.
+        optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
+            full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
+        scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
+        global_batch: rows per step over all replicas.
+        tokens_per_row: tokens in a row, for tokens per second.
+        clip_norm: largest global 2-norm of the gradient.
+        precision: dtypes (`Precision`), or the name of one for all, such as "bfloat16".
+        init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
+            made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
+            Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
+        shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
+            of file names, of the path ("inputs.positions") or its end ("positions").
+        batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does;
+        running averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
+    loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
+        does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
+        metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
+            (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
+        eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
+        eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
+        draws: by what random numbers are drawn: rows of the global batch, or microbatches; see docs/random_numbers.md.
+        rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
     model: Callable[[], nn.Module]

@@ -208,5 +208,6 @@ def _is_replaced(value: object, name: str) -> bool:
     """Return whether a function of torch or Python is not the one that its name says."""
     if is_foreign(value):
         return True
-    own = isinstance(value, types.FunctionType | types.BuiltinFunctionType)
-    return own and value.__name__ != name and not str(value.__module__).startswith(_OF_DYNAMO)
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    return value.__name__ != name and not str(value.__module__).startswith(_OF_DYNAMO)

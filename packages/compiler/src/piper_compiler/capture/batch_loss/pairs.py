@@ -164,7 +164,7 @@ def weighted(
     """Return a copy of a sum, a difference or a stack with another part for each of its parts, and for each number."""
     args = map_arg(node.args, part)
     if call_name(node) not in JOINED:
-        args = tuple(a if isinstance(a, fx.Node) or a == 0 else number(node, a) for a in args[:2]) + args[2:]
+        args = tuple(number(node, a) if isinstance(a, int | float) and a != 0 else a for a in args[:2]) + args[2:]
     with graph.inserting_before(node.next):
         made = graph.node_copy(node, lambda n: n)
         made.args, made.meta = args, dict(node.meta)

@@ -222,8 +222,9 @@ class Dependences:
         if not given.model:
             return "batch" if given.terms is not None else None
         by = node.args[1] if len(node.args) > 1 else None
-        plain = name == "div" and isinstance(by, fx.Node) and self.of[by] is given and not given.grad and given.plain == "sum"
-        return by if plain else None
+        if name != "div" or not isinstance(by, fx.Node) or self.of[by] is not given:
+            return None
+        return by if given.plain == "sum" and not given.grad else None
 
     def _formula(self, node: fx.Node, inputs: list[Dependence], base: Dependence) -> Dependence:
         """Return the dependence of a value that is made of reductions."""
