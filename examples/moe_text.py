@@ -14,6 +14,7 @@ import sysconfig
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,7 +90,7 @@ def unigram_entropy() -> float:
     return float(-(p * p.clamp_min(1e-300).log()).sum())
 
 
-def main(launcher: str = "ray") -> None:
+def main(launcher: Literal["ray", "processes"] = "ray") -> None:
     from piper.sessions.training import Settings
 
     done = loop(job, steps, Settings(launcher=launcher, name="moe_text", out=Path("runs")))
@@ -100,4 +101,4 @@ def main(launcher: str = "ray") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main("processes" if "processes" in sys.argv[1:] else "ray")

@@ -155,7 +155,7 @@ class _Trainer:
                     return self._ended(loss)
             self.by_parts = True  # forward changes buffers, once for each microbatch
             _restore(self.model, before)
-        return self._ended(self._loss(*self._forward(step)))
+        return self._in_parts(step)
 
     def _ended(self, loss: Tensor) -> float:
         loss.backward()
@@ -165,22 +165,48 @@ class _Trainer:
     def _loss(self, output: Any, targets: Any) -> Tensor:
         return _scalar(_own_loss(output) if self.loss is None else self.loss(output, targets))
 
-    def _forward(self, step: int) -> tuple[Any, Any]:
-        """Return the outputs of the model for all microbatches, one behind the other, and their targets."""
+    def _in_parts(self, step: int) -> float:
+        """Compute the gradients of the whole batch's loss, where the model runs on one microbatch after the other.
+
+        The first pass gives the outputs of all, and the gradients of the loss with respect to them. The second runs each
+        microbatch again, on the buffers that it had, for the gradients of parameters.
+        """
+        before = _copies(self.model)
+        with torch.no_grad():
+            made = list(self._outputs(step))
+        output, targets = _joined([o for o, _ in made]), _joined([t for _, t in made])
+        leaves, structure = pytree.tree_flatten(output)
+        leaves = [leaf.detach().requires_grad_() if _number(leaf) else leaf for leaf in leaves]
+        loss = self._loss(pytree.tree_unflatten(leaves, structure), targets)
+        loss.backward()
+        _restore(self.model, before)
+        taken = [0] * len(leaves)
+        for part, _ in self._outputs(step):
+            ends, tangents = [], []
+            for k, (leaf, whole) in enumerate(zip(pytree.tree_leaves(part), leaves, strict=True)):
+                if not _number(leaf) or not leaf.requires_grad or whole.grad is None:
+                    continue
+                rows = leaf.shape[0] if leaf.dim() else 0
+                ends.append(leaf)
+                tangents.append(whole.grad[taken[k] : taken[k] + rows] if leaf.dim() else whole.grad / len(self._microbatches))
+                taken[k] += rows
+            torch.autograd.backward(ends, tangents)
+            self.updated.add()
+        return float(loss.detach())
+
+    def _outputs(self, step: int) -> Iterator[tuple[Any, Any]]:
+        """Yield the output of the model for each microbatch, with its targets; every replica starts from equal buffers."""
         before = _copies(self.model)
         first: dict[str, Tensor] = {}
-        outputs, targets = [], []
         for number, rows in enumerate(self._microbatches):
             if number and not number % self.microbatches:
                 first = first or _copies(self.model)
-                _restore(self.model, before)  # every replica starts the step from the same buffers
+                _restore(self.model, before)
             with self.random.during(step, rows):
                 output, target = self._called(step, rows)
-            outputs.append(_own_loss(output) if self.loss is None else output)
-            targets.append(target)
+                yield (_own_loss(output) if self.loss is None else output), target
         if first:
             _restore(self.model, first)  # the first replica's copy counts
-        return _joined(outputs), _joined(targets)
 
     def _accumulated(self, step: int) -> float:
         """Sum the gradients of all microbatches; return the mean of their losses, or the sum over that of weights."""

@@ -44,7 +44,7 @@ class ReplayFacts:
     requires_grad: dict[fx.Node, dict[fx.Node, bool]] = field(default_factory=dict)
 
 
-class _RandomWatch(_torch.TorchDispatchMode):
+class RandomWatch(_torch.TorchDispatchMode):
     """Count the ops that draw random numbers."""
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ def replay(forward: Forward, nodes: Sequence[fx.Node]) -> ReplayFacts:
         facts.storages[node] = _storages(env[node])
         if origin.kind == "batch":
             facts.varies |= facts.storages[node]
-    with torch.enable_grad(), _RandomWatch() as watch:
+    with torch.enable_grad(), RandomWatch() as watch:
         for node in nodes:
             _run(forward.owner, node, env, facts, watch)
     return facts
 
 
-def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: ReplayFacts, watch: _RandomWatch) -> None:
+def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: ReplayFacts, watch: RandomWatch) -> None:
     if node.op == "get_attr":
         env[node] = getattr(owner, str(node.target))
         facts.storages[node] = facts.writes[node] = frozenset()

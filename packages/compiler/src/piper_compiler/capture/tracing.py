@@ -204,7 +204,7 @@ def _run(
     loss: Loss,
     example: Example,
     regions: AutomaticRegions,
-    more: tuple[OutputMetrics, bool],
+    metrics: OutputMetrics,
 ) -> tuple[Any, ...]:
     with (
         _torch.own_settings(),
@@ -217,12 +217,12 @@ def _run(
         if repeated := repeated_layers(model):
             try:
                 with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, example, more)
+                    return _traced(recorder, model, loss, example, metrics)
             except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:
-                return _traced(recorder, model, loss, example, more)
+                return _traced(recorder, model, loss, example, metrics)
         except _torch.CAPTURE_ERRORS as error:
             refusal = regions.problem or recorder.problem or as_capture_error(error, __file__, example.tensors)
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
@@ -242,10 +242,8 @@ def _run(
             ) from error
 
 
-def _traced(
-    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, more: tuple[OutputMetrics, bool]
-) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, *more)
+def _traced(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, metrics)
     recorder.clean()
     assert isinstance(result, tuple)
     return result

@@ -75,7 +75,8 @@ class Totals:
     def _reductions(self) -> list[_Root]:
         """Return the reductions of the batch that the loss reads, directly or by a formula of several."""
         roots: dict[fx.Node, None] = {}
-        queue = [n for node in self._found.tail for n in node.all_input_nodes if self._decided(n) and not self._decided(node)]
+        read = [n for node in self._found.tail for n in node.all_input_nodes if not self._decided(node)]
+        queue = [n for n in read if self._decided(n) and not is_size(n)]
         queue += [self._forward.loss] if self._decided(self._forward.loss) else []
         seen = set[fx.Node]()
         while queue:

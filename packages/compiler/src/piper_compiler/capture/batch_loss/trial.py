@@ -15,6 +15,7 @@ from piper_compiler.capture.batch_loss.reductions import CLASSES, IGNORED, argum
 from piper_compiler.capture.batch_loss.terms import ancestors, is_size, with_writers
 from piper_compiler.capture.concrete import concrete_call, tensors_of
 from piper_compiler.capture.dynamo import Counted, Forward
+from piper_compiler.capture.replay import RandomWatch
 
 ROWS, PARTS = 4, 2
 MOST = 2**24
@@ -163,13 +164,15 @@ class Trial:
         """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not."""
         env: dict[fx.Node, Any] = {n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()}
         needed = with_writers(self._forward.graph, ancestors(asked))
-        with torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), RandomWatch() as watch:
             for node in self._forward.graph.nodes:
                 if node.op == "get_attr":
                     env[node] = getattr(self._forward.owner, str(node.target))
                 elif node in self._tail and node in needed and not is_size(node):
                     args, kwargs = concrete_call(node, env, rows)
                     env[node] = _call(node, args, kwargs)
+        if watch.seen:
+            raise ValueError("random numbers")
         return [env[n] for n in asked]
 
     def _gradients(self, result: Tensor, trained: Sequence[Tensor]) -> tuple[Tensor, ...]:
