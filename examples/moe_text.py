@@ -14,8 +14,7 @@ import sysconfig
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor

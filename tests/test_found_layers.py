@@ -118,7 +118,7 @@ def test_a_model_without_a_chain_is_refused_with_the_way_out() -> None:
     alone = job(lambda: Whole(nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))).layers)
     with pytest.raises(
         DirectiveError,
-        match=r"the model has no layers \(no nn.ModuleList whose entries are called, .*partition\(layers=...\)",
+        match=r"the model has no layers \(layers are entries of an nn.ModuleList that forward calls, .*partition\(layers=...\)",
     ):
         piper.compile(alone, pipelined())
 

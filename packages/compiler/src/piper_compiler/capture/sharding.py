@@ -52,7 +52,6 @@ def cut_at_experts(captured: Captured) -> Captured:
 
 
 def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
-    _check_sizes(captured.program)
     wanted = next((one for one in asked if one.experts), None)
     if wanted is None:
         split = _split(captured, asked)
@@ -61,17 +60,6 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
     apart = cut_at_experts(captured)
     found = ExpertChunks(apart, wanted, params_of(apart.program))
     return _Shared(apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found).captured()
-
-
-def _check_sizes(program: Program) -> None:
-    """Raise DirectiveError for a parameter without elements, which has no parts."""
-    shapes = {given.ref: given.spec.shape for c in program.chunks for given in c.inputs if given.kind == "param"}
-    empty = next((name for name, shape in shapes.items() if 0 in shape), None)
-    if empty is not None:
-        raise DirectiveError(
-            f"shard: parameter {empty!r} has the shape {list(shapes[empty])}, no element, so that devices cannot share it; leave "
-            "it out of the model where it is empty (None in its place), or leave shard out"
-        )
 
 
 def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:

@@ -101,8 +101,9 @@ class Partition:
                 "`with piper.region(stage=...)` or piper.tag(model, ...)"
             )
             text = (
-                "no nn.ModuleList whose entries are called, and no chain of like modules in nn.Sequential, nn.ModuleDict or "
-                "numbered attributes; an entry of which forward reads parameters, as in F.linear(x, entry.weight), is not called"
+                "layers are entries of an nn.ModuleList that forward calls, or a chain of like modules in nn.Sequential, "
+                "nn.ModuleDict or numbered attributes; an entry of which forward only reads parameters, as in "
+                "F.linear(x, entry.weight), is not called"
             )
             raise fail(self, 3, f"the model has no layers ({text}); {way_out}")
         ends = _ends(program)

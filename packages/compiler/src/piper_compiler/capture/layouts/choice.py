@@ -192,6 +192,7 @@ def _claimed(joint: Joint, first: Indexed, asked: Sequence[Sharding], kept: Coll
             claims.append(_Claim(one, experts_of(joint, first, one, params, kept)))
             continue
         wanted = AskedIndexes(one.index, params).among(joint, first, nests)
+        wanted = tuple(n for n in wanted if all(i.size for i in n))  # a parameter without elements has no parts
         fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
         others += [(n, one.degree) for n in wanted if n not in fitting]
         claims.append(_Claim(one, fitting, stream))
