@@ -32,15 +32,15 @@ JOINED = frozenset({"stack", "cat", "concat", "hstack"})
 CHOSEN = frozenset({"where", "masked_fill"})
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort"
 ALONG = dict.fromkeys(_ALONG.split(), 1) | dict.fromkeys(("roll", "topk", "normalize"), 2)
-"""Calls that combine the numbers along a dimension and keep it, and the place of that argument."""
+"""The calls that combine the numbers along a dimension and keep it, and the place of that argument."""
 _BENT = (
     "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min maximum minimum fmax fmin "
     "amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt le eq ne greater less"
 )
 BENT = frozenset(_BENT.split())
-"""Calls that are straight on each side of a bend: a trial may see one side, and microbatches both."""
+"""The calls that are straight on each side of a bend: a trial may see one side, and microbatches both."""
 EXTREMES = BENT | {"any", "all", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "quantile", "unique"}
-"""Reductions of integers and conditions that a trial may find equal in all parts by chance."""
+"""The reductions of integers and conditions that a trial may find equal in all parts by chance."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from piper_compiler.capture.replay import RandomWatch
 
 ROWS, PARTS = 4, 2
 HALVES = frozenset({"float", "half", "bfloat16"})
-"""Methods that make another floating-point type."""
+"""The methods that make another floating-point type."""
 MERGED = 3
 """The most tensors with rows and tokens in one dimension of which each order is tried."""
 MOST = 2**24
@@ -71,7 +71,8 @@ class Results:
 class Trial:
     """Run the tail of a graph, from the last use of a parameter to the loss, on random numbers.
 
-    Integers are small, and -100 among targets. `possible` says whether the tail is small enough, and its rows can be told apart.
+    Integers are small, and -100 among targets. `possible` says whether the tail is small enough, and its rows can be
+    told apart.
     """
 
     def __init__(self, forward: Forward, tail: Collection[fx.Node]) -> None:

@@ -17,9 +17,9 @@ SAME = frozenset(
         *("transpose", "t", "movedim", "view_as", "reshape_as", "narrow", "ravel", "item", "_to_copy", "alias"),
     }
 )
-"""Calls that are linear in their first argument, and have no other tensor."""
+"""The calls that are linear in their first argument, and have no other tensor."""
 VIEWS = SAME - {"clone", "neg"}
-"""Those that may give a view of their first argument."""
+"""The calls that may give a view of their first argument."""
 AUGMENTED = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow})
 
 
