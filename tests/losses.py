@@ -97,6 +97,26 @@ def contrastive(output: Tensor, t: Any) -> Tensor:
     return (pooled.logsumexp(0) - pooled.mean(0)).sum()
 
 
+def viewed(output: Tensor, t: Any) -> Tensor:
+    """Ignore a class by a change of a view of the targets."""
+    classes = t["all"].clone()
+    flat = classes.view(-1)
+    flat[flat == 3] = -100
+    return F.cross_entropy(output.transpose(1, 2), classes) + 0.1 * output.pow(2).mean()
+
+
+def halved(output: Tensor, t: Any) -> Tensor:
+    loss = ce(output, t["y"])
+    loss.mul_(0.5)
+    return loss
+
+
+def counted(output: Tensor, t: Any) -> Tensor:
+    """Give 0 where no target counts."""
+    count = t["mask"].sum()
+    return torch.where(count > 0, masked(output, t) / count.clamp(min=1), 0.0)
+
+
 def masked(output: Tensor, t: Any) -> Tensor:
     return (each(output, t["all"]) * t["mask"]).sum()
 
@@ -149,6 +169,9 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     ),
     "a sum plus a mean": ("total", lambda o, t: F.mse_loss(o, t["f"], reduction="sum") + o.abs().mean()),
     "classes weighed by their share of the batch": ("total", balanced),
+    "targets changed through a view": ("total", viewed),
+    "loss.mul_(0.5)": ("sum", halved),
+    "where(count > 0, loss / count, 0)": ("total", counted),
     "mse_loss": ("mean", lambda o, t: F.mse_loss(o, t["f"])),
     'mse_loss, reduction="sum"': ("total", lambda o, t: F.mse_loss(o, t["f"], reduction="sum")),
     "l1_loss": ("mean", lambda o, t: F.l1_loss(o, t["f"])),
@@ -184,4 +207,8 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "softmax over the rows": ("refused", lambda o, t: (o.softmax(0) * t["f"]).mean()),
     "the first row alone": ("refused", lambda o, t: each(o, t["all"])[0].mean()),
     "the largest of the batch": ("refused", lambda o, t: each(o, t["all"]).max()),
+    "(loss - b).abs() + b": ("refused", lambda o, t: (F.mse_loss(o, t["f"]) - 0.5).abs() + 0.5),
+    "loss.clamp(max=10)": ("refused", lambda o, t: F.mse_loss(o, t["f"]).clamp(max=10.0)),
+    "x.mean(0).abs()": ("refused", lambda o, t: o.mean(0).abs().sum()),
+    "divided by the longest row": ("refused", lambda o, t: each(o, t["all"]).sum() / t["length"].max()),
 }

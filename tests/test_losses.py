@@ -106,6 +106,42 @@ def test_a_model_with_its_own_loss(name: str) -> None:
     assert check(made, name) == "total"
 
 
+class Weighed(WithLoss):
+    """Weighs a mean over some targets by a parameter, without a further layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        scores = losses.Tagger.forward(self, tokens)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten()) * self.scale
+        return {"loss": loss, "scores": scores}
+
+
+def test_a_mean_that_a_parameter_weighs_divides_by_the_count_of_the_batch() -> None:
+    made = piper.Job(
+        Weighed, labelled, None, lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=losses.ROWS,
+        precision=piper.Precision("float64"),
+    )  # fmt: skip
+    assert check(made, "pp") == "sum"
+
+
+class Flat(losses.Tagger):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).flatten(0, 1) * self.head.bias
+
+
+@pytest.mark.parametrize(("loss", "model", "precision"), [
+    (lambda o, t: (o[1:] - o[:-1]).pow(2).mean(), Flat, "float64"),
+    (lambda o, t: (o.softmax(0) * t["f"].flatten(0, 1)).mean(), Flat, "float64"),
+    (lambda o, t: F.mse_loss(o, t["f"]) + 1e-5 * o.var(), losses.Tagger, "float32"),
+], ids=["neighbours among flattened tokens", "softmax over flattened tokens", "a small variance in float32"])  # fmt: skip
+def test_rows_that_meet_are_found_in_any_form(loss: Any, model: Any, precision: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_losses.py:\d+"):
+        check(job(loss, model, precision=piper.Precision(precision)), "pp")
+
+
 def test_totals_of_processes_are_those_of_one_process() -> None:
     made = job(losses.LOSSES["a list of pairs"][1])
     strategy = piper.Strategy(piper.Mesh(pp=2, dp=2), (*STRATEGIES["pp"][1], *piper.recipes.data_parallel()))

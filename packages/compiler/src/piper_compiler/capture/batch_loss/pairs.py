@@ -13,17 +13,19 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from piper_compiler.capture.batch_loss.reductions import IGNORED, arguments, call_name, is_portable_loss, reduced
-from piper_compiler.capture.batch_loss.terms import JOINED, Dependence, ancestors, with_writers
+from piper_compiler.capture.batch_loss.terms import JOINED, Dependence
+from piper_compiler.capture.batch_loss.writers import ancestors, owner, with_writers
 from piper_compiler.capture.concrete import canonical_text
 from piper_compiler.capture.dynamo import Forward
 from piper_ops import Builder, Examples
 from piper_ops import cross_entropy as PORTABLE
 
-_OUT_OF_PLACE: Mapping[object, Callable[..., Any]] = {
+_OUT_OF_PLACE: Mapping[object, Callable[..., Any] | str] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
+    **{f"{name}_": name for name in ("add", "sub", "mul", "div")},
 }
 
 
@@ -39,7 +41,7 @@ def write_divisions(forward: Forward) -> Forward:
     for node in list(forward.graph.nodes):
         if node not in wanted or node.op not in ("call_function", "call_method"):
             continue
-        _out_of_place(node)
+        loss = node if _out_of_place(node) is loss else loss
         if node.op == "call_function" and reduced(node) == "classes":
             old, mean = _divided(forward.graph, node, examples, counts)
             old.replace_all_uses_with(mean, delete_user_cb=wanted.__contains__)
@@ -47,21 +49,24 @@ def write_divisions(forward: Forward) -> Forward:
     return replace(forward, loss=loss)
 
 
-def _out_of_place(node: fx.Node) -> None:
-    """Let a scalar that is changed in place be another one, which all that follows reads."""
+def _out_of_place(node: fx.Node) -> fx.Node | None:
+    """Let a scalar that is changed in place be another one, which all that follows reads; return the one before."""
     target = _OUT_OF_PLACE.get(node.target)
     if target is None or not isinstance(node.args[0], fx.Node):
-        return
+        return None
     old, value = node.args[0], node.meta.get("example_value")
     example = old.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(example, torch.Tensor) or old.op == "placeholder":
-        return
+    if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(example, torch.Tensor):
+        return None
+    if old.op == "placeholder" or owner(old) is not old:  # what others see must change, too
+        return None
     later, reached = set[fx.Node](), node.next
     while reached.op != "root":
         later.add(reached)
         reached = reached.next
     old.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
     node.target = target
+    return old
 
 
 def _divided(graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node]:

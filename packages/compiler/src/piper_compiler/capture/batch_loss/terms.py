@@ -8,7 +8,7 @@ another reduction, without gradient: a number of targets, a sum of weights.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,26 +17,30 @@ from torch import Tensor, fx
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.batch_loss.reductions import MEANS, SUMS, Base, call_name, is_portable_loss, reduced
+from piper_compiler.capture.batch_loss.writers import AUGMENTED, SAME, ancestors, is_size, owner, with_writers, writes, written
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.own_backwards import own_backwards
 
 Divisor = fx.Node | Literal["batch"] | None
 """The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
 
-SAME = frozenset(
-    {
-        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone", "detach", "permute"),
-        *("to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "neg", "getitem", "select"),
-        *("transpose", "t", "movedim", "view_as", "reshape_as", "narrow", "ravel", "item", "_to_copy", "alias"),
-    }
-)
-"""Calls that are linear in their first argument, and have no other tensor."""
 TENSORS = frozenset({"tensor", "scalar_tensor", "as_tensor"})
 """Calls that make a tensor of a number."""
 OF_NUMBERS = frozenset({"add", "sub", "mul", "div"}) | TENSORS
 """Calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
 JOINED = frozenset({"stack", "cat", "concat", "hstack"})
 CHOSEN = frozenset({"where", "masked_fill"})
+_ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort"
+ALONG = dict.fromkeys(_ALONG.split(), 1) | dict.fromkeys(("roll", "topk", "normalize"), 2)
+"""The calls that combine the numbers along a dimension and keep it, and the place of that argument."""
+_BENT = (
+    "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min maximum minimum fmax fmin "
+    "amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt le eq ne greater less"
+)
+BENT = frozenset(_BENT.split())
+"""The calls that are straight on each side of a bend: a trial may see one side, and microbatches both."""
+EXTREMES = BENT | {"any", "all", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "quantile", "unique"}
+"""The reductions of integers and conditions that a trial may find equal in all parts by chance."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,14 @@ class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
     `tail` has the nodes behind the last use of a parameter, and behind backwards of users; what comes before counts as
-    the model's.
+    the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes
+    an extreme of the batch.
     """
 
     forward: Forward
     of: dict[fx.Node, Dependence] = field(default_factory=dict)
     tail: list[fx.Node] = field(default_factory=list)
+    bent: fx.Node | None = None
 
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
@@ -105,11 +111,21 @@ class Dependences:
                 continue
             if node.op in ("placeholder", "get_attr"):
                 self.of[node] = self._leaf(node)
-            elif node in before or self._random(node):
+            elif self._random(node) or (node in before and (node in own or not self._reduces(node))):
                 self.of[node] = self._of_model(node)
             else:
                 self.tail.append(node)
                 self.of[node] = self._found(node)
+                if node.target in AUGMENTED and (target := written(node)) is not None:
+                    self._now(node, target, self.of[node])
+
+    def _reduces(self, node: fx.Node) -> bool:
+        """Return whether a node before the last use of a parameter combines rows, or is made of one that does."""
+        if node.op == "call_module":
+            return False
+        if is_portable_loss(node) or _along_rows(node, call_name(node)):
+            return True
+        return any(n in self.tail for n in node.all_input_nodes) or self._of_model(node).mixed is not None
 
     def _uses_parameter(self, node: fx.Node) -> bool:
         kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]
@@ -129,9 +145,10 @@ class Dependences:
 
     def _of_model(self, node: fx.Node) -> Dependence:
         """Return the dependence of a node before the last use of a parameter."""
-        if _has_rows(node):
-            return Dependence(rows=True, model=True, grad=_grad(node))
         inputs = [self.of[n] for n in node.all_input_nodes if n in self.of]
+        if _has_rows(node):
+            made = any(d.model for d in inputs) or self._uses_parameter(node) or self._random(node)
+            return Dependence(rows=True, model=made, grad=_grad(node))
         if all(d.constant for d in inputs):
             return replace(CONSTANT, grad=_grad(node))
         return Dependence(model=True, grad=_grad(node), terms=None, mixed=node)
@@ -143,7 +160,7 @@ class Dependences:
         base = Dependence(model=any(d.model for d in inputs), grad=_grad(node))
         if all(d.constant for d in inputs) and not _has_rows(node):
             return replace(CONSTANT, grad=base.grad)
-        if writes(node):
+        if writes(node) and node.target not in AUGMENTED:
             return self._written(node, inputs)
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_portable_loss(node.args[0]):
             return self._loss_result(node)
@@ -151,7 +168,10 @@ class Dependences:
             return self._reduced(node, inputs, base)
         if _has_rows(node):
             return self._of_rows(node, inputs, base)
-        return self._formula(node, inputs, base)
+        found = self._formula(node, inputs, base)
+        if found.mixed is node and call_name(node) in BENT:
+            self.bent = self.bent or node
+        return found
 
     def _loss_result(self, node: fx.Node) -> Dependence:
         loss = node.args[0]
@@ -161,8 +181,8 @@ class Dependences:
 
     def _written(self, node: fx.Node, inputs: Collection[Dependence]) -> Dependence:
         """Take what is written into a tensor as part of it from here on."""
-        target = node.args[0]
-        assert isinstance(target, fx.Node)
+        target = written(node)
+        assert target is not None
         old = self.of[target]
         spoiled = next((d.mixed for d in inputs if d.mixed is not None), None)
         foreign = next((d for d in inputs if not d.rows and not d.constant), None)
@@ -172,8 +192,15 @@ class Dependences:
             new = old
         else:
             new = replace(old, terms=None, mixed=spoiled or node)
-        self.of[target] = new
+        self._now(node, target, new)
         return new
+
+    def _now(self, node: fx.Node, target: fx.Node, new: Dependence) -> None:
+        """Take a tensor for another from here on, and all that may share its memory."""
+        for other in [n for n in self.of if n is not node and owner(n) is owner(target)]:
+            mixed: dict[str, Any] = {"terms": None, "mixed": new.mixed} if new.mixed is not None else {}
+            self.of[other] = replace(self.of[other], model=self.of[other].model or new.model, **mixed)
+        self.of[target] = new
 
     def _reduced(self, node: fx.Node, inputs: Collection[Dependence], base: Dependence) -> Dependence:
         """Return the dependence of a reduction over rows."""
@@ -181,6 +208,8 @@ class Dependences:
         how, divisors = reduced(node), {d.divisor for d in inputs if d.divisor is not None}
         others = [d for d in inputs if not d.rows and not d.constant]
         if mixed is not None or how is None or len(divisors) > 1 or others:
+            if not base.model and call_name(node) in EXTREMES:
+                self.bent = self.bent or node
             return replace(base, terms=None, mixed=mixed or node)
         if how == "rows":
             return replace(base, rows=True, divisor=next(iter(divisors), None))
@@ -197,8 +226,8 @@ class Dependences:
         given = [d for d in inputs if not d.rows and not d.constant]
         divisors = {d.divisor for d in inputs if d.divisor is not None}
         out = replace(base, rows=True)
-        if mixed is not None:
-            return replace(out, mixed=mixed)
+        if mixed is not None or _along_rows(node, name):
+            return replace(out, mixed=mixed or node)
         if name in ("mul", "div") and len(given) == 1 and not divisors:
             divisor = self._divisor(node, name, given[0])
             return replace(out, mixed=node) if divisor is None else replace(out, divisor=divisor)
@@ -241,6 +270,8 @@ class Dependences:
         if name in ("add", "sub", *JOINED):
             numbers = name in ("add", "sub") and any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
             return replace(base, terms=frozenset().union(*terms, [Term("constant")] if numbers else []))
+        if name == "where" and node.op == "call_function" and len(node.args) == 3:
+            return self._chosen(node, base, spoiled)
         if name == "mul":
             changing = [d for d in inputs if not d.constant]
             first = next((d for d in changing if d.model), changing[0])
@@ -257,6 +288,20 @@ class Dependences:
                 return replace(base, terms=self.of[node.args[0]].terms)
             return self._divided(self.of[node.args[0]], by, base, spoiled)
         return spoiled
+
+    def _chosen(self, node: fx.Node, base: Dependence, spoiled: Dependence) -> Dependence:
+        """Return the dependence of one of two values, where numbers of the batch decide which it is."""
+        condition, *values = node.args
+        if not isinstance(condition, fx.Node) or self.of[condition].model:
+            return spoiled
+        terms = set[Term]()
+        for value in values:
+            found = self.of[value] if isinstance(value, fx.Node) else CONSTANT if value != 0 else Dependence()
+            over = self._over(found, "batch", base, spoiled)
+            if over.terms is None:
+                return spoiled
+            terms |= over.terms
+        return replace(base, terms=frozenset(terms))
 
     def _divided(self, over: Dependence, by: fx.Node, base: Dependence, spoiled: Dependence) -> Dependence:
         """Return the dependence of a quotient of two reductions."""
@@ -301,32 +346,14 @@ def _first_changes(node: fx.Node, of: Mapping[fx.Node, Dependence]) -> bool:
     return isinstance(first, fx.Node) and not of[first].constant
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return nodes with all that they are made of."""
-    found, queue = set[fx.Node](), list(nodes)
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue += node.all_input_nodes
-    return found
-
-
-def writes(node: fx.Node) -> bool:
-    """Return whether a call changes its first argument in place."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.target is operator.setitem
-
-
-def with_writers(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Return nodes with the calls that change one of them in place, and what these calls read."""
-    found = set(nodes)
-    while True:
-        more = ancestors(n for n in graph.nodes if n not in found and writes(n) and n.args[0] in found) - found
-        if not more:
-            return found
-        found |= more
+def _along_rows(node: fx.Node, name: str) -> bool:
+    """Return whether a call combines the numbers of several rows and keeps their number."""
+    if name not in ALONG or not isinstance(node.args[0], fx.Node) or not _has_rows(node.args[0]):
+        return False
+    named: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+    dims = named.get("dim", named.get("dims", named.get(ALONG[name], 1 if name == "normalize" else -1)))
+    shape = node.args[0].meta["example_value"].shape
+    return any(_torch.is_symbolic(shape[d]) for d in (dims if isinstance(dims, tuple | list) else (dims,)) if d is not None)
 
 
 def _grad(node: fx.Node) -> bool:
@@ -339,11 +366,6 @@ def _has_rows(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and any(map(_torch.is_symbolic, v.shape)) for v in values)
-
-
-def is_size(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float)
 
 
 def _size_of_rows(node: fx.Node) -> bool:

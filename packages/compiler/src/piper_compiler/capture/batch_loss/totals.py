@@ -18,7 +18,8 @@ from torch.fx.node import map_arg
 
 from piper_compiler.capture.batch_loss.pairs import weighted
 from piper_compiler.capture.batch_loss.reductions import call_name
-from piper_compiler.capture.batch_loss.terms import JOINED, Dependences, ancestors, is_size, with_writers
+from piper_compiler.capture.batch_loss.terms import JOINED, Dependences
+from piper_compiler.capture.batch_loss.writers import ancestors, is_size, with_writers
 from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of
 from piper_compiler.capture.dynamo import Counted, Forward, InputOrigin
 from piper_ir.errors import CaptureError
@@ -142,6 +143,8 @@ class Totals:
                 return self._shared(node, node)
         if call_name(node) in ("add", "sub", *JOINED):
             return weighted(self._graph, node, self._spread, self._number)
+        if call_name(node) == "where":
+            return self._chosen(node)
 
         def part(arg: fx.Node) -> fx.Node:
             return self._spread(arg) if arg in self._of and self._of[arg].model and not self._of[arg].constant else arg
@@ -149,6 +152,15 @@ class Totals:
         with self._graph.inserting_before(node.next):
             made = self._graph.node_copy(node, lambda n: n)
             made.args, made.meta = map_arg(node.args, part), dict(node.meta)
+        return made
+
+    def _chosen(self, node: fx.Node) -> fx.Node:
+        """Return the part of one of two values, which numbers of the whole batch choose."""
+        given: tuple[Any, ...] = node.args[1:]
+        values = [self._spread(a) if isinstance(a, fx.Node) else a if a == 0 else self._number(node, a) for a in given]
+        with self._graph.inserting_before(node.next):
+            made = self._graph.node_copy(node, lambda n: n)
+            made.args, made.meta = (node.args[0], *values), dict(node.meta)
         return made
 
     def _number(self, node: fx.Node, value: float) -> fx.Node:

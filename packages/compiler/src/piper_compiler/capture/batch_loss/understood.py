@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from piper_compiler.capture.batch_loss.pairs import Pair, same_values, write_divisions
-from piper_compiler.capture.batch_loss.terms import Dependences, writes
+from piper_compiler.capture.batch_loss.terms import Dependences
 from piper_compiler.capture.batch_loss.totals import Totals
 from piper_compiler.capture.batch_loss.trial import Trial
+from piper_compiler.capture.batch_loss.writers import writes
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
 from piper_ir.errors import CaptureError
@@ -24,6 +25,9 @@ WAYS_OUT = (
     "rows, or such a sum divided by a number of the batch. Accepted is, too, a pair of scalars (sum, weight): the loss of the "
     'whole batch is then the sum of the first divided by the sum of the second. Job(loss_over="microbatch") trains the mean of '
     "the losses of microbatches instead, as gradient accumulation in plain PyTorch does; it then depends on their number"
+)
+BENT_REASON = (
+    "takes one of several values by a sum, a mean or an extreme of the rows, and microbatches may take another than the batch"
 )
 
 
@@ -40,6 +44,8 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
         forward = _divided(forward)
     forward = write_divisions(forward)
     before, found = set(forward.graph.nodes), Dependences(forward)
+    if found.bent is not None:
+        raise _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed
     if mixed is not None or found.of[forward.loss].terms is None:
         return _beside(_by_trial(forward, found), adding)
