@@ -35,8 +35,8 @@ def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
     """Return tokens; classes `y`, of which 0 to 3 of 4 are -100; all classes; a mask; numbers from 0 to 1 and signs."""
     generator = torch.Generator().manual_seed(step)
     tokens, classes = (torch.randint(CLASSES, (ROWS, TOKENS), generator=generator) for _ in range(2))
-    mask = torch.arange(TOKENS) >= (torch.arange(ROWS)[:, None] * 3 + step) % TOKENS
     numbers = torch.rand(ROWS, TOKENS, CLASSES, generator=generator)
+    mask = torch.arange(TOKENS) >= torch.randint(TOKENS, (ROWS, 1), generator=generator)  # each step has another total
     named = {"y": torch.where(mask, classes, -100), "all": classes, "mask": mask, "f": numbers, "sign": (classes % 2) * 2.0 - 1}
     named["length"] = mask.sum(1)
     return tokens[rows.start : rows.stop], {name: tensor[rows.start : rows.stop] for name, tensor in named.items()}
@@ -162,7 +162,7 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "cross_entropy plus a mean over all": ("total", lambda o, t: ce(o, t["y"]) + 0.1 * o.pow(2).mean()),
     "several cross_entropies with their own targets": ("total", lambda o, t: ce(o, t["y"]) + 0.3 * ce(o[:, 1:], t["all"][:, 1:])),
     "`loss += more`": ("total", added),
-    "a list of pairs": ("total", lambda o, t: [(masked(o, t), t["mask"].sum()), (o.pow(2).sum(), t["length"].sum())]),
+    "a list of pairs": ("total", lambda o, t: [(masked(o, t), t["mask"].sum()), (o.pow(2).sum(), (t["length"] + 1).sum())]),
     "a dict of pairs": (
         "total",
         lambda o, t: {"seen": (masked(o, t), t["mask"].sum()), "all": (each(o, t["all"]).sum(), t["all"].numel())},

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import piper
 from piper import Job, Mesh, Strategy, recipes
 from piper_ir.errors import CompileError
+from tests import parity
 
 ROWS, WIDTH, STEPS = 8, 6, 2
 
@@ -186,3 +187,27 @@ def test_a_sum_and_a_mean_in_one_model_are_refused() -> None:
     both = Job(lambda: TwoKinds(mean_square), batch, F.mse_loss, sgd, global_batch=ROWS)
     with pytest.raises(CompileError, match="beside others that are sums"):
         piper.compile(both, STRATEGIES["microbatches"])
+
+
+class Attentive(nn.Module):
+    """Attention with a bias of keys, whose true gradient is zero, and what is computed differs from that by rounding."""
+
+    def __init__(self, treat: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.treat = treat
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for queries, keys, values in self.blocks:
+            tokens = x[..., None] * torch.ones(WIDTH, dtype=x.dtype)
+            seen = F.scaled_dot_product_attention(queries(tokens), keys(tokens), values(tokens))
+            x = x + self.treat(seen.mean(-1))
+        return x
+
+
+@pytest.mark.parametrize("treat", [mean_square, sum_of_squares])
+def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_the_kind(treat: Callable[[Tensor], Tensor]) -> None:
+    made = Job(lambda: Attentive(treat), batch, F.mse_loss, sgd, global_batch=ROWS, precision=piper.Precision("float64"))
+    compiled = piper.compile(made, STRATEGIES["microbatches"])
+    run = piper.execute(compiled, steps=STEPS, launcher="inline", memory=False, gradients=True)
+    parity.assert_parity(run, parity.reference(made, microbatches=4, steps=STEPS))

@@ -39,6 +39,8 @@ NEAR_SCALES = (1e-2, 1e2)
 """The factors beside an auxiliary gradient, in whose rounding smaller numbers would be lost."""
 FILLINGS = (((0, 1), 1.0), ((0, 1, -100), 1.0), ((0, 1), 30.0))
 """The integers of a trial, once with the target among them that losses ignore, and how far its numbers spread."""
+NOISE = 8
+"""The units of rounding of the largest gradient by which another may be wrong, such as that of a bias of keys: zero."""
 MOST_PRODUCTS = 4e10
 """The most multiplications of a forward that is tried, as 10 seconds of a core allow."""
 
@@ -227,11 +229,16 @@ def _minus(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _close(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether tensors are equal but for rounding; raise CaptureError for numbers that are not finite."""
+    """Return whether tensors are equal but for rounding; raise CaptureError for numbers that are not finite.
+
+    Rounding is measured against the largest of all tensors, too: one whose true value is zero holds nothing else.
+    """
     if not all(bool(t.isfinite().all()) for t in (*some, *others)):
         raise CaptureError("numbers that are not finite")
+    largest = max((float(b.abs().max()) for b in others if b.numel()), default=0.0)
     return all(
-        float((a - b).abs().max()) <= (1e-3 if a.dtype in (torch.float32, torch.float64) else 0.05) * float(b.abs().max())
+        float((a - b).abs().max()) <= (1e-3 if wide else 0.05) * float(b.abs().max()) + NOISE * torch.finfo(a.dtype).eps * largest
         for a, b in zip(some, others, strict=True)
+        for wide in [a.dtype in (torch.float32, torch.float64)]
         if a.numel()
     )

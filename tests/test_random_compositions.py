@@ -1,0 +1,86 @@
+"""Random compositions of all axes, with masked losses, dropout and auxiliary gradients, train what one device trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+import piper
+from piper_ir.errors import PiperError
+from tests import parity, random_jobs
+from tests.random_jobs import Plan, case
+
+OFTEN, QUICK, MANY, STEPS = 12, 60, 300, 2
+"""The seeds in `make test`; those of the same few jobs, and of any job, in `make test-long`. To compile one takes seconds."""
+
+REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
+    "tokens of a row apart, for experts that devices share": (
+        r"is a dropless mixture whose experts devices share over ep; it needs all tokens of a row on each device",
+        lambda plan: plan.ep > 1 and (plan.cp > 1 or plan.stream == "tokens"),
+    ),
+    "too few tokens for two axes, each with two blocks": (
+        r"4 tokens cannot be shared by 2 devices along cp, with 2 more for each, in zigzag order",
+        lambda plan: plan.cp > 1 and plan.stream == "tokens",
+    ),
+    "too few tokens of a router, of which each has two experts": (
+        r"2 tokens cannot be shared by 2 devices along cp in zigzag order",
+        lambda plan: plan.cp > 1 and plan.ep > 1,
+    ),
+    "random numbers between sums that stand apart": (
+        r"cut=True\): layer\d draws random numbers, in the order of the whole chunk",
+        lambda plan: plan.cut and plan.of.dropout > 0,
+    ),
+}
+"""The reasons for which a composition may be refused when it is compiled: a part of the text, and which compositions."""
+
+
+def refusal(plan: Plan, text: str) -> str:
+    """Return the name of the reason that a text gives; empty for none that is known, or for another composition."""
+    found = (name for name, (said, about) in REFUSED.items() if about(plan) and re.search(said, text))
+    return next(found, "")
+
+
+def check(plan: Plan) -> None:
+    """Compare two steps with plain PyTorch on the whole batch, or the reason of a refusal with those that are known."""
+    job = random_jobs.job_of(plan.of, plan.loss)
+    try:
+        made = piper.compile(job, plan.strategy())
+    except PiperError as error:
+        if not refusal(plan, str(error)):
+            raise AssertionError(f"{plan!r} is refused for no known reason: {error}") from error
+        return
+    run = piper.execute(made, steps=STEPS, launcher="inline", memory=False, gradients=True)
+    counts = {"replicas": made.plan.replicas, "microbatches": made.plan.microbatches}
+    parity.assert_parity(run, parity.reference(job, **counts, steps=STEPS), label=repr(plan))
+
+
+@pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.long] * (k >= OFTEN)) for k in range(QUICK)])
+def test_a_composition_trains_what_one_device_trains(seed: int) -> None:
+    check(case(seed, quick=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(MANY))
+def test_a_composition_of_any_model_and_loss(seed: int) -> None:
+    check(case(seed, quick=False))
+
+
+def test_the_compositions_have_everything_in_them() -> None:
+    """A draw that leaves a schedule, an axis or a state out would not be noticed otherwise."""
+    plans = [case(seed, quick=True) for seed in range(QUICK)]
+    for name, wanted in {
+        "schedule": set(piper.recipes.RECIPES),
+        "pp": {1, 2, 4},
+        "dp": {1, 2},
+        "ep": {1, 2},
+        "tp": {1, 2},
+        "cp": {1, 2},
+        "zero": {0, 1, 2, 3},
+        "stream": {"", "tokens"},
+        "attention": {"heads", "ring", "gather"},
+        "keep": {"all", "inputs", "products", "attention"},
+        "of": {of for of, _ in random_jobs.QUICK},
+    }.items():
+        assert wanted <= {getattr(plan, name) for plan in plans}, name
