@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from piper.api.content import MOST_BYTES, MOST_VALUES, content_of
+from piper.api.foreign import of_the_user
 
 
 class Kind(Enum):
@@ -281,6 +282,15 @@ def test_torch_with_a_function_of_the_users_counts(monkeypatch: pytest.MonkeyPat
     changed = content_of(Net)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
     assert len({before, changed, content_of(Net)} - {None}) == 3
+
+
+def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like `_regex.Pattern`, which is loaded as `regex._regex`; classes of the user's count wherever they live."""
+    held, own = [datetime(2020, 1, 1)], Slotted(1)
+    monkeypatch.delitem(sys.modules, "datetime")
+    assert list(of_the_user([*held, own], set())) == [own]
+    monkeypatch.setattr(Slotted, "__module__", "not_loaded")
+    assert list(of_the_user(own, set())) == [own]
 
 
 def helper() -> str:

@@ -37,7 +37,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from piper.api.foreign import PLAIN, of_the_user
+from piper.api.foreign import MADE_WHILE_RUNNING, PLAIN, of_the_user
 from piper.api.reads import OF_THE_PROCESS, Unseen, is_pure, read_by
 from piper_ops import storage_key
 from piper_runtime.rank import Home, cells, home_of, is_foreign
@@ -49,7 +49,6 @@ MOST_VALUES = 200_000
 
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
-_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
 """The modules of the types around registered operators, which count by name: all else in them is torch's caches."""
 OWN_OPS = frozenset(
@@ -309,7 +308,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _made_in_python(kind: type) -> bool:
-    return bool(kind.__flags__ & _MADE_IN_PYTHON)
+    return bool(kind.__flags__ & MADE_WHILE_RUNNING)
 
 
 def _module_of(value: object) -> str | None:
