@@ -28,6 +28,7 @@ from torch import nn
 
 from piper.api.content import MOST_BYTES, MOST_VALUES, content_of
 from piper.api.foreign import of_the_user
+from piper_runtime.rank import home_of
 
 
 class Kind(Enum):
@@ -291,6 +292,22 @@ def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(monkeypatch: 
     assert list(of_the_user([*held, own], set())) == [own]
     monkeypatch.setattr(Slotted, "__module__", "not_loaded")
     assert list(of_the_user(own, set())) == [own]
+
+
+def test_a_hash_that_a_package_keeps_is_no_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' GenerationConfig has `_original_object_hash`: another number in each process, for the same settings."""
+
+    class Settings:
+        def __init__(self, seed: int, rate: float, hashes: int = 4) -> None:
+            self.rate, self.num_hashes, self._own_hash = rate, hashes, hash((seed, "a text", rate))
+
+    def contents() -> list[str | None]:
+        return [content_of(Settings(*given)) for given in ((1, 0.5), (2, 0.5), (1, 0.25), (1, 0.5, 5))]
+
+    assert len({*contents()} - {None}) == 4, "of the user's classes all counts"
+    monkeypatch.setattr("piper.api.content.home_of", lambda name: "installed" if name == __name__ else home_of(name))
+    one, same, *others = contents()
+    assert one == same and len({one, *others} - {None}) == 3
 
 
 def helper() -> str:

@@ -47,6 +47,9 @@ MOST_BYTES = 2**20
 MOST_VALUES = 200_000
 """The most values in all that are looked into."""
 
+LEAST_HASH = 2**32
+"""The size from which on a number in an attribute called a hash is taken for one of Python's, which have 64 bits."""
+
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 OPS = ("torch._ops", "torch.library")
@@ -246,7 +249,8 @@ class _Walk:
     def _instance(self, value: Any, home: Home) -> None:
         """Add an object by its type, its items, and its attributes."""
         self.add(type(value))
-        attributes = dict(_attributes(value))
+        installed = home_of(type(value).__module__) == "installed"
+        attributes = {name: part for name, part in _attributes(value) if not (installed and _is_hash(name, part))}
         contains = isinstance(value, CONTAINERS)
         if contains:
             self._container(value, home)
@@ -305,6 +309,11 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
     for kind in filter(_made_in_python, type(value).__mro__):
         slots = [name for name, slot in vars(kind).items() if isinstance(slot, types.MemberDescriptorType)]
         yield from ((f"{kind.__qualname__}.{name}", getattr(value, name)) for name in slots if hasattr(value, name))
+
+
+def _is_hash(name: str, value: object) -> bool:
+    """Return whether an attribute keeps what `hash` said, which is another number in each process: it seeds that of texts."""
+    return name.endswith("_hash") and type(value) is int and abs(value) >= LEAST_HASH
 
 
 def _made_in_python(kind: type) -> bool:
