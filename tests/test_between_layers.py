@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,6 +182,29 @@ def test_a_block_that_runs_again_is_named_with_its_line_and_the_way_out_is_one(s
         ordered = strategy(schedule)
         free = replace(ordered, directives=tuple(d for d in ordered.directives if not isinstance(d, piper.order)))
         assert verify_strategy(job(lambda: Again(False)), free, steps=2).equal
+
+
+class Twice(nn.Module):
+    """All layers run twice, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x
+
+
+def test_a_long_cycle_is_told_in_a_few_lines() -> None:
+    with pytest.raises(CompileError, match=r"cyclic") as caught:
+        piper.compile(job(Twice), strategy("1f1b"))
+    first, *waits, left, visit, other, more = str(caught.value).splitlines()
+    assert len(waits) == 3 and all("ordered by order(" in wait for wait in waits), first
+    assert re.fullmatch(r"  \(and [1-9]\d* more waits\)", left)
+    assert visit.startswith("layer0.1 is visit 2 of layer0: ") and other.startswith("layer1.1 is visit 2 of layer1: ")
+    assert re.fullmatch(r"[1-9] more of these chunks have such a remark", more)
 
 
 def test_a_buffer_that_layers_on_two_devices_update_is_named_with_its_lines() -> None:

@@ -27,6 +27,8 @@ import torch
 from torch import nn
 
 from piper.api.content import MOST_BYTES, MOST_VALUES, content_of
+from piper.api.foreign import of_the_user
+from piper_runtime.rank import home_of
 
 
 class Kind(Enum):
@@ -281,6 +283,31 @@ def test_torch_with_a_function_of_the_users_counts(monkeypatch: pytest.MonkeyPat
     changed = content_of(Net)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
     assert len({before, changed, content_of(Net)} - {None}) == 3
+
+
+def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like `_regex.Pattern`, which is loaded as `regex._regex`; classes of the user's count wherever they live."""
+    held, own = [datetime(2020, 1, 1)], Slotted(1)
+    monkeypatch.delitem(sys.modules, "datetime")
+    assert list(of_the_user([*held, own], set())) == [own]
+    monkeypatch.setattr(Slotted, "__module__", "not_loaded")
+    assert list(of_the_user(own, set())) == [own]
+
+
+def test_a_hash_that_a_package_keeps_is_no_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' GenerationConfig has `_original_object_hash`: another number in each process, for the same settings."""
+
+    class Settings:
+        def __init__(self, seed: int, rate: float, hashes: int = 4) -> None:
+            self.rate, self.num_hashes, self._own_hash = rate, hashes, hash((seed, "a text", rate))
+
+    def contents() -> list[str | None]:
+        return [content_of(Settings(*given)) for given in ((1, 0.5), (2, 0.5), (1, 0.25), (1, 0.5, 5))]
+
+    assert len({*contents()} - {None}) == 4, "of the user's classes all counts"
+    monkeypatch.setattr("piper.api.content.home_of", lambda name: "installed" if name == __name__ else home_of(name))
+    one, same, *others = contents()
+    assert one == same and len({one, *others} - {None}) == 3
 
 
 def helper() -> str:

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import numpy
 import pytest
+from platformdirs import user_cache_path
 
 import piper
 from piper.api import capturing, installed, kept_captures
@@ -311,6 +312,18 @@ def test_nothing_is_kept_where_it_is_turned_off(counted: Mock, folder: Path, mon
     monkeypatch.setenv("PIPER_CACHE", "")
     piper.compile(job(PLAIN), ONE)
     assert not folder.exists()
+
+
+def test_the_folder_is_the_users_own_for_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept_captures.kept_folder() == user_cache_path("piper", appauthor=False) / "captures" / kept_captures.version()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    monkeypatch.chdir(tmp_path)
+    assert kept_captures.kept_folder() is None, "a user without a home has no folder"
+    assert not (tmp_path / "~").exists()
 
 
 def test_the_oldest_files_go(counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

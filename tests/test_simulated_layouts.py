@@ -27,10 +27,11 @@ from piper_ir.graph import Graph
 from piper_ir.memory import peak
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
+from piper_report import prediction_table
 from piper_report.chrome import chrome_trace
 from piper_runtime import Job
 from piper_runtime.launch.processes import Pool
-from piper_simulator import Cluster, DeviceModel, load_cluster, simulate
+from piper_simulator import Cluster, DeviceModel, load_cluster, simulate, whole_work
 from piper_simulator.contention import loads
 from piper_simulator.durations.communication import duration, rank_group
 from piper_simulator.durations.instances import axes_inside, instances
@@ -334,3 +335,34 @@ def test_a_profile_has_the_kernels_of_shared_chunks_and_their_messages_apart(poo
     dearer = replace(costs, comm=tuple(replace(c, duration=Duration(c.duration.seconds + 1.0)) for c in costs.comm))
     count = sum(len(sig.collectives) for chunk in of.chunks for sig in chunk.steps.values())
     assert simulate(of, "cpu-local", costs=dearer).inside_comm_s == pytest.approx(found.inside_comm_s + count)
+
+
+@cache
+def of_a_vocabulary(vocab: int, sequence: bool = False) -> Plan:
+    sizes = models.LlamaConfig(layers=1, width=512, heads=4, kv_heads=2, hidden=1024, vocab=vocab, length=1024)
+    whole = models.job(sizes, global_batch=4, precision="float32")
+    return piper.compile(whole, Strategy(Mesh(tp=2), recipes.tensor_parallel(sequence=sequence))).plan
+
+
+def left_whole(of: Plan) -> list[str]:
+    return [note for note in simulate(of, "h100x8").notes if "leaves operators whole" in note]
+
+
+def test_what_is_left_whole_and_costs_much_is_said() -> None:
+    """A vocabulary that two devices cannot share leaves the products of the head whole."""
+    assert left_whole(of_a_vocabulary(16_001, sequence=True)) == [], "then they share its tokens"
+    even, uneven = (simulate(of_a_vocabulary(vocab), "h100x8") for vocab in (16_000, 16_001))
+    (note,) = left_whole(of_a_vocabulary(16_001))
+    saved = re.search(r"each of the devices along tp=2 computes: .* ([\d.]+) ms of the step .*: mm \(([\d.]+)%", note)
+    assert saved and float(saved[1]) * 1e-3 == pytest.approx(uneven.step_s - even.step_s, rel=0.3), "what sharing saves"
+    assert float(saved[2]) > 10 and not any(" mm (" in other for other in left_whole(of_a_vocabulary(16_000)))
+    assert note in uneven.summary()["notes"] and f"warning: {note}" in prediction_table(uneven, title="").notes
+
+
+def test_a_large_tensor_that_is_left_whole_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_work, "MOST_SHARE", 1.0)
+    assert left_whole(of_a_vocabulary(16_001)) == []
+    monkeypatch.setattr(whole_work, "MOST_BYTES", 2**28)
+    (note,) = left_whole(of_a_vocabulary(16_001))
+    assert re.search(r"cross_entropy\w* \([\d.]+%, [\d.]+ MiB read and written at once\)", note)
+    assert " add (" not in note, "what is small is not named"

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from piper_runtime.rank import OptimizerSpec
 
 
+MOST_REMARKS = 2
+"""The number of chunks of which an error of the compiler says what the capture knows."""
+
+
 @dataclass(frozen=True, repr=False)
 class Compiled(Brief):
     """Hold a strategy compiled for a job or a program.
@@ -252,7 +256,8 @@ def _remarks_in_errors(captured: Captured) -> Iterator[None]:
     try:
         yield
     except (CompileError, DirectiveError) as error:
-        said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
+        said = list(dict.fromkeys(text for chunk, text in captured.remarks.items() if chunk in error.chunks))
         if not said:
             raise
-        raise type(error)("\n".join([str(error), *said]), error.chunks) from error
+        more = [f"{len(said) - MOST_REMARKS} more of these chunks have such a remark"] if len(said) > MOST_REMARKS else []
+        raise type(error)("\n".join([str(error), *said[:MOST_REMARKS], *more]), error.chunks) from error

@@ -37,7 +37,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from piper.api.foreign import PLAIN, of_the_user
+from piper.api.foreign import MADE_WHILE_RUNNING, PLAIN, of_the_user
 from piper.api.reads import OF_THE_PROCESS, Unseen, is_pure, read_by
 from piper_ops import storage_key
 from piper_runtime.rank import Home, cells, home_of, is_foreign
@@ -47,9 +47,11 @@ MOST_BYTES = 2**20
 MOST_VALUES = 200_000
 """The most values in all that are looked into."""
 
+LEAST_HASH = 2**32
+"""The size from which on a number in an attribute called a hash is taken for one of Python's, which have 64 bits."""
+
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
-_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
 """The modules of the types around registered operators, which count by name: all else in them is torch's caches."""
 OWN_OPS = frozenset(
@@ -247,7 +249,8 @@ class _Walk:
     def _instance(self, value: Any, home: Home) -> None:
         """Add an object by its type, its items, and its attributes."""
         self.add(type(value))
-        attributes = dict(_attributes(value))
+        installed = home_of(type(value).__module__) == "installed"
+        attributes = {name: part for name, part in _attributes(value) if not (installed and _is_hash(name, part))}
         contains = isinstance(value, CONTAINERS)
         if contains:
             self._container(value, home)
@@ -308,8 +311,13 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{kind.__qualname__}.{name}", getattr(value, name)) for name in slots if hasattr(value, name))
 
 
+def _is_hash(name: str, value: object) -> bool:
+    """Return whether an attribute keeps what `hash` said, which is another number in each process: it seeds that of texts."""
+    return name.endswith("_hash") and type(value) is int and abs(value) >= LEAST_HASH
+
+
 def _made_in_python(kind: type) -> bool:
-    return bool(kind.__flags__ & _MADE_IN_PYTHON)
+    return bool(kind.__flags__ & MADE_WHILE_RUNNING)
 
 
 def _module_of(value: object) -> str | None:

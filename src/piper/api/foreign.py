@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ from piper_runtime.rank import cells, home_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
 """The types whose `repr` is their content."""
+MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+"""The flag of types that are not compiled into a library: those of Python code, and of some modules in C."""
 MOST_LOOKED_AT = 100_000
 """The most values in installed packages that are looked at for what the user has put there."""
 
@@ -44,7 +47,10 @@ def _home_of_value(value: object) -> str:
         return "known"
     if type(value).__name__ == "cython_function_or_method":  # Cython's, whose module has no file
         return home_of(value.__module__)
-    return home_of(value.__module__ if isinstance(value, type) else type(value).__module__)
+    kind = value if isinstance(value, type) else type(value)
+    if kind.__module__ not in sys.modules and not kind.__flags__ & MADE_WHILE_RUNNING:
+        return "known"  # of a library in C, which may name its module otherwise than it is loaded (`_regex.Pattern`)
+    return home_of(kind.__module__)
 
 
 def _parts(value: object) -> Iterator[object]:

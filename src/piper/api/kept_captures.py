@@ -1,6 +1,7 @@
 """Keep captures in files of the user's, by content, so that another process need not trace the same model again.
 
-The folder is `PIPER_CACHE`, or `piper` in `XDG_CACHE_HOME`, or `~/.cache/piper`; with `PIPER_CACHE=""` nothing is kept.
+The folder is `PIPER_CACHE`, or the user's own for caches (on Linux `piper` in `XDG_CACHE_HOME`, or `~/.cache/piper`).
+With `PIPER_CACHE=""` nothing is kept.
 A file is read by `pickle`, and holds code that a run executes. So the folder must belong to the user and be open to
 nobody else (mode 0700), or it is not used. Files are written under another name and renamed, and begin with a digest of
 what follows; one that cannot be read is replaced. Captures of other versions of Piper, torch or Python, and of machines
@@ -136,9 +137,9 @@ def kept_folder() -> Path | None:
     asked = os.environ.get("PIPER_CACHE")
     if asked == "":
         return None
-    base = Path(asked) if asked else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "piper"
-    folder = base / "captures" / version()
     try:
+        base = Path(asked) if asked else _folder_of_the_user()
+        folder = base / "captures" / version()
         for part in (base, base / "captures", folder):
             part.mkdir(mode=0o700, parents=part is base, exist_ok=True)
             if not _is_private(part):
@@ -147,6 +148,16 @@ def kept_folder() -> Path | None:
     except (OSError, RuntimeError):  # no place to write, or no home
         return None
     return folder
+
+
+def _folder_of_the_user() -> Path:
+    """Return the folder for caches of this user; RuntimeError without a home, in whose place there would be a folder "~"."""
+    from platformdirs import user_cache_path
+
+    found = user_cache_path("piper", appauthor=False)
+    if not found.is_absolute():
+        raise RuntimeError("this user has no home")
+    return found
 
 
 @functools.cache

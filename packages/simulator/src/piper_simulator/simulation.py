@@ -35,6 +35,7 @@ from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, rate
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
+from piper_simulator.whole_work import whole_notes
 
 
 @dataclass(frozen=True, repr=False)
@@ -262,7 +263,8 @@ def _simulate(
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = rates_of(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if target is not None else {}
-    notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
+    more = *flop_notes(missing, rates.mfu, rates.hfu), *whole_notes(plan, target, step_s)
+    notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *more)))
     run = _Run(held, counted, timed.last, work, memory, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,

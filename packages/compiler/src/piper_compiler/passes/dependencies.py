@@ -285,6 +285,10 @@ def _accumulators(graph: Graph, nodes: tuple[Node, ...], bucket_of: Mapping[str,
     return out
 
 
+MOST_WAITS = 3
+"""The number of waits of a cycle that are shown."""
+
+
 def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileError:
     """Return the error for nodes that can never start: one cycle among them, with the directive of each order edge."""
     at = min(stuck)
@@ -295,8 +299,9 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
         path.append(at)
         at = next(j for j in deps.source[deps.target == at].tolist() if j in stuck)
     cycle = [*path[seen[at] :], at]
-    lines = []
-    for later, earlier in pairwise(cycle):
+    waits: list[str] = []
+    directives: dict[int, int] = {}
+    for k, (later, earlier) in enumerate(pairwise(cycle)):
         a, b = deps.node(earlier), deps.node(later)
         applied = graph.order_edges.get(((a.id, deps.mb[earlier]), (b.id, deps.mb[later])))
         if applied is None and later in deps.spans:
@@ -304,13 +309,14 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
         elif applied is None:
             why = _reason(a, b)
         else:
+            directives.setdefault(applied, k)
             why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
-        lines.append(f"  {deps.name(later)} on {b.role} waits for {deps.name(earlier)} on {a.role}: {why}")
+        waits.append(f"  {deps.name(later)} on {b.role} waits for {deps.name(earlier)} on {a.role}: {why}")
+    shown = list(dict.fromkeys((*directives.values(), *range(len(waits)))))[:MOST_WAITS]  # one for each directive, then others
+    left = [f"  (and {len(waits) - MOST_WAITS} more waits)"] if len(waits) > MOST_WAITS else []
     chunks = dict.fromkeys(n.op.chunk for n in map(deps.node, cycle) if isinstance(n.op, Compute))
-    return CompileError(
-        "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines),
-        tuple(chunks),
-    )
+    said = "the orders and the data together are cyclic, so nothing on this cycle can ever start:"
+    return CompileError("\n".join([said, *(waits[k] for k in sorted(shown)), *left]), tuple(chunks))
 
 
 def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:

@@ -1,0 +1,102 @@
+"""Say which work devices that share chunks each do whole, where that costs much of a step, or very large tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from piper_ir.ops import Compute
+from piper_ir.plan import Plan
+from piper_ir.program import Cost, Step
+from piper_ir.sizes import bind
+from piper_ir.tools import size_text, time_text
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+from piper_simulator.durations.kernels import kernel_seconds
+
+MOST_SHARE = 0.05
+"""The share of a step that sharing may save before a note says so."""
+MOST_BYTES = 2**30
+"""The bytes that a kernel which every device runs whole may read and write before a note says so."""
+COPIES = frozenset({"clone"})
+"""The operators that lay out what devices gathered from each other, which is a cost of the exchange."""
+MOST_NAMED = 4
+"""The number of operators that a note names one by one."""
+
+
+@dataclass
+class _Whole:
+    """Hold what operators that are not shared cost.
+
+    Attributes:
+        saved_s: operator -> seconds of a step that sharing it would save.
+        most_bytes: operator -> bytes that one of its kernels reads and writes, the largest.
+    """
+
+    saved_s: dict[str, float] = field(default_factory=dict)
+    most_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.saved_s.values())
+
+    def add(self, other: _Whole, times: int) -> None:
+        """Count what costs `other`, so many times."""
+        for op, seconds in other.saved_s.items():
+            self.saved_s[op] = self.saved_s.get(op, 0.0) + times * seconds
+            self.most_bytes[op] = max(self.most_bytes.get(op, 0), other.most_bytes[op])
+
+
+def whole_notes(plan: Plan, target: Cluster | None, step_s: float) -> list[str]:
+    """Return a warning about operators that devices which share chunks do not share; none where these cost little.
+
+    Seconds are by formula, whatever costs were measured, on the first kind of device. Those of the role that would save
+    most count, beside the seconds of the step.
+    """
+    if target is None or plan.mesh.degree(plan.shared) < 2 or not step_s:
+        return []
+    most = max(_by_role(plan, target.device), key=lambda whole: whole.total_s, default=_Whole())
+    large = {op: nbytes for op, nbytes in most.most_bytes.items() if nbytes > MOST_BYTES}
+    slow = most.total_s > MOST_SHARE * step_s
+    if not slow and not large:
+        return []
+    ops = sorted(most.saved_s if slow else large, key=lambda op: (-most.saved_s[op], op))
+    named = sorted(ops[:MOST_NAMED] + [op for op in large if op not in ops[:MOST_NAMED]], key=ops.index)
+    more = f" and {len(ops) - len(named)} more" if len(ops) > len(named) else ""
+    along = " and ".join(f"{axis}={plan.mesh.size(axis)}" for axis in plan.shared)
+    return [
+        f"`shard` leaves operators whole, which each of the devices along {along} computes: sharing them would save "
+        f"{time_text(most.total_s)} of the step ({most.total_s / step_s:.1%}): "
+        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper explain` says why each is whole"
+    ]
+
+
+def _cost(op: str, share: float, large: Mapping[str, int]) -> str:
+    return f"{op} ({share:.1%}{f', {size_text(large[op])} read and written at once' if op in large else ''})"
+
+
+def _by_role(plan: Plan, device: Device) -> list[_Whole]:
+    """Return for each role what it computes whole in a step."""
+    degree, found, by_role = plan.mesh.degree(plan.shared), dict[tuple[int, Step], _Whole](), []
+    for role in plan.roles:
+        parts = (part.op for instr in role.program for part in instr.parts)
+        runs = Counter((op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B")
+        by_role.append(whole := _Whole())
+        for (variant, step), times in runs.items():
+            cost = plan.chunk(variant).steps[step].cost
+            key = id(cost), step  # the plan keeps it; equal layers share it
+            if key not in found:
+                found[key] = _of_cost(cost, step, degree, plan.rows, device)
+            whole.add(found[key], times)
+    return by_role
+
+
+def _of_cost(cost: Cost, step: Step, degree: int, rows: int, device: Device) -> _Whole:
+    """Return what the kernels of a step cost that are shared among fewer devices than `degree`."""
+    found = _Whole()
+    for kernel in (k for k in cost.kernels if k.shared < degree and k.op not in COPIES):
+        name, took = kernel.op or kernel.kind, kernel_seconds(device, kernel, backward=step not in ("F", "R"))
+        saved_s = took.seconds * (1 - kernel.shared / degree)
+        found.add(_Whole({name: saved_s}, {name: bind(kernel.bytes, rows)}), kernel.count)
+    return found
