@@ -39,12 +39,16 @@ FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
     "cauchy_": lambda y: y * torch.empty(y.shape[0], 1).cauchy_(),
     "geometric_": lambda y: y * torch.empty(y.shape[0], 1).geometric_(0.5),
     "rows in the second dimension": lambda y: y * torch.rand(3, y.shape[0], 1).sum(0),
+    "halves of each row": lambda y: y * sum(torch.rand(y.shape[0] * 2).view(-1, 2).chunk(2, 1)),
+    "every other one": lambda y: y * (torch.rand(y.shape[0] * 2) + 1)[::2, None],
+    "rows repeated one by one": lambda y: F.dropout(y.repeat_interleave(2, 0), 0.5).view(-1, 2, WIDTH).sum(1),
     "several entries for each row": lambda y: y * torch.rand(y.shape[0] * WIDTH).view(-1, WIDTH),
 }
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda y: F.dropout(y, 0.5),
     "feature dropout": lambda y: F.dropout1d(y[..., None], 0.5)[..., 0],
     "alpha dropout": lambda y: F.alpha_dropout(y, 0.5, training=True),
+    "rrelu in place": lambda y: F.rrelu(y * 1, training=True, inplace=True),
     "rrelu": lambda y: F.rrelu(y, training=True),
     "gumbel softmax": F.gumbel_softmax,
     "attention": lambda y: F.scaled_dot_product_attention(*(y.view(-1, 1, 4, 2),) * 3, dropout_p=0.5).reshape(y.shape),
@@ -161,6 +165,13 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "rows read otherwise": (
         lambda y: y * torch.rand(y.shape[0] * WIDTH).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows inside"
+    ),
+    "rows joined to themselves": (lambda y: sum(F.dropout(torch.cat([y, y]), 0.5).chunk(2)), "a dimension of what is drawn has"),
+    "rows repeated": (lambda y: sum(F.dropout(y.repeat(2, 1), 0.5).chunk(2)), "a dimension of what is drawn has the rows"),
+    "halves of what is drawn": (lambda y: y * sum(torch.rand(2 * len(y)).chunk(2))[:, None], "a dimension of what is drawn has"),
+    "its first half": (lambda y: y * torch.rand(2 * len(y))[: len(y), None], "a dimension of what is drawn has the rows"),
+    "rows read otherwise, later": (
+        lambda y: y * (torch.rand(y.shape[0] * WIDTH) * 2 + 1).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows"
     ),
     "one more than the rows": (lambda y: y * torch.rand(y.shape[0] + 1)[:-1, None], "is no multiple of the rows"),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib
 import os
@@ -122,6 +123,127 @@ def replaced(step: int) -> int:
     return step
 
 
+INNER = """
+import contextvars, importlib, numpy, threading, time, torch, uuid, weakref
+from weather_data import SCALE
+
+MIXED = numpy.array([1, "a"], dtype=object)
+MASKED = numpy.ma.array([1, 2, 3], mask=[0, 0, 0])
+DEPTH = contextvars.ContextVar("depth", default=1)
+LOCAL = threading.local()
+LOCAL.level = 1
+
+
+class Kind(type):
+    share = 1
+
+
+class Station(metaclass=Kind):
+    height = 1
+
+
+STATION = Station()
+NEAREST = weakref.ref(STATION)
+
+
+def made(share):
+    def scaled(x):
+        return x * share
+
+    return scaled
+
+
+def kept(function):
+    seen = {}
+
+    def run(x):
+        if x not in seen:
+            seen[x] = function(x)
+        return seen[x]
+
+    return run
+
+
+SCALED = made(2)
+
+
+@kept
+def squared(x):
+    return x * x
+
+
+def by_statement():
+    import weather_data
+    return weather_data.SCALE
+
+
+def by_items():
+    from weather_data import SCALE
+    return SCALE
+
+
+def by_name():
+    return importlib.import_module("weather_data").SCALE
+
+
+def by_globals():
+    return globals()["SCALE"]
+
+
+PAIRS = {(1, 2)}
+NET = torch.nn.Linear(2, 2, bias=False)
+torch.nn.init.ones_(NET.weight)
+LIMIT = 5
+STARTED = time.time()
+RUN = f"run-{uuid.uuid4().hex}"
+
+
+class Clock:
+    def __init__(self):
+        self.begun = time.perf_counter()
+
+    def seconds(self):
+        return time.perf_counter() - self.begun
+
+
+CLOCK = Clock()
+
+
+class Numbered:
+    count = 0
+
+    def __init__(self):
+        Numbered.count += 1
+        self.number = type(self).count
+
+
+def timed():
+    Numbered()
+    return RUN[:4], time.time() - STARTED, CLOCK.seconds()
+
+
+def batch():
+    PAIRS, NET, LIMIT
+    return squared(3), SCALED(1), MIXED[0], MASKED.sum(), DEPTH.get(), LOCAL.level, Station.share, NEAREST()
+"""
+DEEPER: dict[str, tuple[str, Callable[[Any], object]]] = {
+    f"{NAME}.SCALE is 3.0": ("by_statement", lambda m: setattr(sys.modules[NAME], "SCALE", 3.0)),
+    f"{NAME}.SCALE is 4.0": ("by_items", lambda m: setattr(sys.modules[NAME], "SCALE", 4.0)),
+    f"{NAME}.SCALE is 5.0": ("by_name", lambda m: setattr(sys.modules[NAME], "SCALE", 5.0)),
+    ".SCALE is 6.0": ("by_globals", lambda m: setattr(m, "SCALE", 6.0)),
+    ".SCALED(variable share) is 7": ("batch", lambda m: setattr(m, "SCALED", m.made(7))),
+    ".MIXED[:] is [8, 'a'] in": ("batch", lambda m: m.MIXED.__setitem__(0, 8)),
+    ".MASKED._mask (a ndarray": ("batch", lambda m: m.MASKED.__setitem__(0, m.numpy.ma.masked)),
+    ".DEPTH.get() is 9": ("batch", lambda m: m.DEPTH.set(9)),
+    ".LOCAL.level is 10": ("batch", lambda m: setattr(m.LOCAL, "level", 10)),
+    ".Kind.share is 11": ("batch", lambda m: setattr(m.Kind, "share", 11)),
+    ".PAIRS is a set of 2": ("batch", lambda m: m.PAIRS.add((3, 4))),
+    ".NET.weight (a tensor": ("batch", lambda m: torch.nn.init.zeros_(m.NET.weight)),
+    ".LIMIT is not set in the launcher and 5": ("batch", lambda m: delattr(m, "LIMIT")),
+    ".NEAREST().height is 12": ("batch", lambda m: setattr(m.STATION, "height", 12)),
+}
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker": lambda m: setattr(m, "SCALE", 3.0),
     f"{NAME}.SCALE is 4.0 ": lambda m: m.set_scale(4.0),
@@ -146,6 +268,48 @@ def test_what_a_script_has_set_in_a_module_is_refused_by_name(weather: Any, chan
     with pytest.raises(JobError) as error:
         opened(pack(weather.batch))
     assert change in str(error.value) and "functools.partial" in str(error.value)
+
+
+@pytest.fixture
+def stations(weather: ModuleType, tmp_path: Path) -> Iterator[ModuleType]:
+    """A second module, with values that lie further inside, and functions that import."""
+    (tmp_path / "weather_stations.py").write_text(INNER)
+    yield importlib.import_module("weather_stations")
+    sys.modules.pop("weather_stations", None)
+
+
+@pytest.mark.parametrize("change", DEEPER)
+def test_what_lies_further_inside_is_refused_by_name(stations: Any, change: str) -> None:
+    name, make = DEEPER[change]
+    contextvars.copy_context().run(differs, stations, name, make, change)
+
+
+def differs(stations: Any, name: str, make: Callable[[Any], object], change: str) -> None:
+    make(stations)
+    parcel = pack(getattr(stations, name))
+    sys.modules.pop("weather_stations")
+    with pytest.raises(JobError) as error:
+        contextvars.Context().run(opened, parcel)
+    assert change in str(error.value)
+
+
+def test_a_cache_in_a_function_around_is_not_compared(stations: Any) -> None:
+    stations.squared(4)
+    parcel = pack(stations.batch)
+    sys.modules.pop("weather_stations")
+    assert opened(parcel)()[0] == 9
+
+
+def test_times_names_of_a_process_and_counts_of_objects_are_not_compared(stations: Any) -> None:
+    stations.Numbered()
+    parcel = pack(stations.timed)
+    sys.modules.pop("weather_stations")
+    assert opened(parcel)()[0] == "run-"
+
+
+def test_a_module_that_makes_its_names_by_code_is_not_asked(stations: Any) -> None:
+    vars(stations)["__getattr__"] = lambda name: {}[name]
+    pack(stations.batch)
 
 
 def test_a_replaced_function_of_torch_is_refused(weather: Any, monkeypatch: pytest.MonkeyPatch) -> None:

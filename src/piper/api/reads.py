@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from piper_ir.tools import PACKAGES
-from piper_runtime.rank import Import, cells, home_of, is_foreign, names_in
+from piper_runtime.rank import Import, cells, full_name, home_of, is_foreign, names_in
 
 PURE = PACKAGES | {
     "abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum", "fractions", "functools", "itertools",
@@ -90,11 +90,7 @@ def _imported(request: Import, space: Mapping[str, object], runs: bool) -> Itera
 
     Raises Unseen for one of the user's that is not imported yet, since its code is not known before it runs.
     """
-    base = request.name
-    if request.level:
-        package = str(space.get("__package__") or space.get("__name__") or "").split(".")
-        kept = package[: len(package) - request.level + 1]
-        base = ".".join([*kept, *([request.name] if request.name else [])])
+    base = full_name(request, space)
     module = sys.modules.get(base)
     if module is None:
         known = base.partition(".")[0] in sys.stdlib_module_names | PACKAGES | {"torch", "piper"}

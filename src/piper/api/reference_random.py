@@ -131,6 +131,11 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._drawn = drawn
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that code under this mode may call torch.compile, as flex_attention does."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return self._drawn(func, args, kwargs) if _draws(func, args, kwargs) else func(*args, **kwargs)
@@ -153,12 +158,13 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]) -> Any:
     """Run a random operation on numbers: torch draws first, for the result's form."""
     given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
+    x = given["self"].clone() if name == "rrelu_with_noise_" else given.get("self")  # which torch overwrites
     result = func(*args, **kwargs)
     if name == "native_dropout":
         result[1].copy_(_below(numbers(result[1].shape), 1 - given["p"]))
         return result[0].copy_(given["input"] * result[1] * (0.0 if given["p"] == 1 else 1 / (1 - given["p"]))), result[1]
-    if name == "rrelu_with_noise":
-        x, noise, low = given["self"], given["noise"], given["lower"]
+    if name.rstrip("_") == "rrelu_with_noise":
+        noise, low = given["noise"], given["lower"]
         slopes = _uniform(numbers(x.shape), x.dtype) * (given["upper"] - low) + low
         return result.copy_(x * noise.copy_(torch.where(x <= 0, slopes, torch.ones_like(slopes))))
     return result.copy_(_VALUES[name.rstrip("_")](given, result, numbers))

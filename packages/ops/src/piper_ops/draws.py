@@ -197,6 +197,11 @@ class DrawingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._drawing, self._number = current, 0
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that code under this mode may call torch.compile, as flex_attention does."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_draw(func, args, kwargs):

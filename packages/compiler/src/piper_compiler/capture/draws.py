@@ -96,7 +96,7 @@ class Places:
                 path = self._path(node)
                 self._first[node] = path, counts.get(path, 0)
                 counts[path] = counts.get(path, 0) + facts.random[node]
-        self._tangled = _tangled(forward.graph.nodes) if facts.random else set()
+        self._tangled = _tangled(forward.graph.nodes) if facts.random else {}
 
     def _path(self, node: fx.Node) -> str:
         """Return the first name of the innermost module of the model around an operation; "" for the model itself."""
@@ -116,46 +116,89 @@ class Places:
 
     def _placed(self, draw: Draw, node: fx.Node | None, number: int) -> Draw:
         if node is None:
-            return replace(draw, refused="the operation that draws is not known")
+            return replace(draw, refused=UNSHOWN)
         path, first = self._first.get(node, (self._path(node), 0))  # dropout of all elements draws nothing in plain PyTorch
         refused = draw.refused
         if node.target is as_written:
             refused = "a module that runs as it is draws numbers for as many elements as values of tensors say"
             return Draw(f"{path}{ANY_NUMBER}", (), f"{line_of(node)}: {refused}")
-        if {node, *node.all_input_nodes, *node.users} & self._tangled:
+        if self._tangled.keys() & {node, *node.all_input_nodes} or _read_otherwise(node, self._tangled):
             refused = refused or "a dimension of what is drawn has the rows inside of another one, [tokens * rows, ...]"
         return Draw(f"{path}#{first + number}", draw.rows, f"{line_of(node)}: {refused}" if refused else "")
 
 
-def _tangled(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _tangled(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """Return the tensors with a dimension in which rows lie within something else, as far as the graph shows.
 
-    [tokens, rows] makes such a dimension where it becomes one, and may be made of it again.
+    [tokens, rows] makes such a dimension where it becomes one, and may be made of it again; rows that are joined to
+    themselves make another one, [copies, rows]. Each has how many entries lie around its rows, or `UNKNOWN`.
     """
-    around: dict[fx.Node, int] = {}  # what one dimension holds around its rows
+    around: dict[fx.Node, int] = {}
     for node in nodes:
-        if not node.op.startswith("call") or not tensors_of(node):
-            continue
-        made, shape = _entries(node)
-        if not any(made):
+        if not node.op.startswith("call") or not tensors_of(node) or not any(_entries(node)[0]):
             continue
         for source in node.all_input_nodes:
-            if not tensors_of(source) or not any((given := _entries(source))[0]):
+            if not tensors_of(source) or not any(_entries(source)[0]):
                 continue
-            entries, sizes = given
-            outside = around.get(source, 1)
-            if str(getattr(node.target, "__name__", node.target)) in RESHAPES:
-                before, after = outside * _before(entries, sizes), _before(made, shape)
-                outside = before // after if before % after == 0 else UNKNOWN
-            elif outside != 1 and max(made) != max(entries):
-                outside = UNKNOWN
+            outside = _outside(node, source, around.get(source, 1))
             if outside != 1:
                 around[node] = outside
-    return set(around)
+    return around
 
 
+UNSHOWN = (
+    "an operation within another one, such as a torch.autograd.Function, draws, where the graph does not show its module (draw "
+    "the numbers before it, and pass them to it)"
+)
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten"})
+JOINS = frozenset({"cat", "concat", "concatenate", "hstack", "vstack", "repeat", "tile"})
+PARTS = frozenset({"chunk", "split", "tensor_split", "narrow", "getitem"})
 UNKNOWN = -1
+
+
+def _outside(node: fx.Node, source: fx.Node, outside: int) -> int:
+    """Return how many entries lie around the rows in their dimension of a result, from those in a source's."""
+    (made, shape), (given, sizes), name = _entries(node), _entries(source), str(getattr(node.target, "__name__", node.target))
+    if name in RESHAPES:
+        before, after = outside * _before(given, sizes), _before(made, shape)
+        return before // after if before % after == 0 else UNKNOWN
+    many, few = max(*made, *given), min(max(made), max(given))
+    if many == few:
+        return outside
+    if name in JOINS and max(made) == many and many % few == 0:
+        return outside * (many // few)
+    if name in PARTS and max(given) == many and not _steps(node):
+        return outside // (many // few) if outside % (many // few) == 0 else UNKNOWN
+    return 1 if outside == 1 else UNKNOWN
+
+
+def _steps(node: fx.Node) -> bool:
+    """Return whether an index takes entries by something else than a range of all of them."""
+    if getattr(node.target, "__name__", "") != "getitem":
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return any(isinstance(part, fx.Node | list) or (isinstance(part, slice) and part.step not in (None, 1)) for part in index)
+
+
+def _read_otherwise(drawn: fx.Node, tangled: Mapping[fx.Node, int]) -> bool:
+    """Return whether what a row has several entries of is taken for [entries, rows] further on.
+
+    Nothing but that says how a new tensor lies: torch.rand(tokens * rows) may be either.
+    """
+    if not tensors_of(drawn) or (entries := max(_entries(drawn)[0], default=0)) < 2:
+        return False
+    seen, todo = {drawn}, [drawn]
+    while todo:
+        for user in todo.pop().users:
+            if user in seen or not tensors_of(user):
+                continue
+            seen.add(user)
+            same = max(_entries(user)[0], default=0) == entries
+            if tangled.get(user, 1) < 0 or (same and user in tangled):
+                return True
+            if same:
+                todo.append(user)
+    return False
 
 
 def _entries(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,7 +10,7 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -79,6 +79,14 @@ def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[Import, ...],
             imported |= dict.fromkeys(inner[1])
             names |= inner[2]
     return tuple(read), tuple(imported), frozenset(names)
+
+
+def full_name(request: Import, space: Mapping[str, object]) -> str:
+    """Return the name of the module of a statement in a module with these variables, where dots count from its package."""
+    if not request.level:
+        return request.name
+    package = str(space.get("__package__") or space.get("__name__") or "").split(".")
+    return ".".join([*package[: len(package) - request.level + 1], *([request.name] if request.name else [])])
 
 
 def home_of(name: object) -> Home:

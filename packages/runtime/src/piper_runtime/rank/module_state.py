@@ -7,23 +7,26 @@ changed since it was imported here, would be something else there.
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import sys
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from piper_ir.errors import JobError
-from piper_runtime.rank.code_names import cells, home_of, is_foreign, names_in
-from piper_runtime.rank.own_writes import names_written
+from piper_runtime.rank.code_names import Import, cells, full_name, home_of, is_foreign, names_in
+from piper_runtime.rank.own_writes import names_of_the_process, names_written
 from piper_runtime.rank.value_leaves import Leaf, Leaves, leaves_of
 
 MOST_OBJECTS = 50_000
 """The most objects that are gone through; what lies behind them is not compared."""
 _OF_DYNAMO = "torch._dynamo"
 """The module that puts functions of its own in place of some of torch's, which change no result."""
+MAKERS = ("__init__", "__new__", "__post_init__")
+"""The methods that make an object: the script calls them as well, so that only what they change elsewhere is a cache."""
 WAYS_OUT = (
     "modules are imported anew there; set it in the module itself (also from a file or a variable of the environment), pass it "
     "to the callable (functools.partial, an attribute of an object), or use launcher='inline'"
@@ -36,7 +39,8 @@ class ModuleState:
 
     Attributes:
         variables: (module, path of names in it) -> the leaves of the value.
-        written: the variables that the callables write themselves, such as caches: "name" of a module, ".name" of an object.
+        written: the variables that the callables write themselves, such as caches: "name" of a module, ".name" of an object,
+            "(name)" of a function around them.
     """
 
     variables: Mapping[tuple[str, str], Leaves] = field(default_factory=dict)
@@ -112,10 +116,23 @@ class _Walk:
                 todo += self._led_to(value)
 
     def written(self) -> frozenset[str]:
-        """Return the names that the functions change, of those that are called by something else than the script."""
+        """Return the names whose values differ by process without the script.
+
+        Functions that something else than the script calls change them, or modules set them to a time, or a folder's name.
+        """
         called = {name for function in self._functions for name in names_in(function.__code__)[2]}
-        used = [f for f in self._functions if f.__name__ in called or "." not in f.__qualname__ or _is_protocol(f.__name__)]
-        return frozenset(name for function in used for name in names_written(function))
+        inmost = {f: f.__qualname__.rpartition("<locals>.")[2] for f in self._functions}
+        used = [f for f in self._functions if f.__name__ in called or "." not in inmost[f] or _is_protocol(f.__name__)]
+        modules = {name: sys.modules[name] for name, _ in self.read if home_of(name) == "user" and name in sys.modules}
+        of_the_process = (name for module in modules.values() for name in names_of_the_process(module))
+        makers = (f for f in self._functions if f.__name__ in MAKERS)
+        return frozenset(
+            (
+                *(name for function in used for name in names_written(function)),
+                *(name for function in makers for name in names_written(function, makes=True)),
+                *of_the_process,
+            )
+        )
 
     def _led_to(self, value: Any) -> Iterator[object]:
         """Yield the values that one leads to, and note the variables that it reads."""
@@ -138,7 +155,7 @@ class _Walk:
                 yield value.__func__
             case type():
                 if home_of(value.__module__) == "user":
-                    yield from (*value.__bases__, *self._attributes(value))
+                    yield from (type(value), *value.__bases__, *self._attributes(value))
             case dict():
                 yield from list(value.values())
             case list() | tuple() | set() | frozenset():
@@ -151,8 +168,10 @@ class _Walk:
             yield from (getattr(value, name) for name in slots if hasattr(value, name))
 
     def _globals(self, function: types.FunctionType) -> Iterator[object]:
-        read, _, names = names_in(function.__code__)
+        read, imported, names = names_in(function.__code__)
         space = function.__globals__
+        if "globals" in read:
+            read = (*read, *names & space.keys())
         module = self._importable(space.get("__name__"))
         named = module is not None and vars(sys.modules[module]) is space
         if module is not None and _value(module, function.__qualname__) is function:
@@ -162,6 +181,10 @@ class _Walk:
                 if named and module is not None and not isinstance(space[name], types.ModuleType):
                     self.read[module, name] = None
                 yield from self._of_module(space[name], names, set())
+            elif named and module is not None and not hasattr(builtins, name):
+                self.read[module, name] = None  # the script may have removed it
+        for inner in _modules_in(imported, names, space):
+            yield from self._of_module(inner, names, set())
 
     def _of_module(self, value: object, names: frozenset[str], seen: set[int]) -> Iterator[object]:
         """Yield a value; of a module those of its variables that the code names."""
@@ -199,9 +222,18 @@ class _Walk:
         return name if self._by_value.isdisjoint(".".join(parts[:end]) for end in range(1, len(parts) + 1)) else None
 
 
+def _modules_in(imported: Iterable[Import], names: frozenset[str], space: Mapping[str, object]) -> Iterator[types.ModuleType]:
+    """Yield the loaded modules that a function imports itself, by a statement or by name."""
+    found = {name for name in names if names & {"import_module", "modules"} and home_of(name) == "user"}
+    for request in imported:
+        base = full_name(request, space)
+        found |= {base, base.partition(".")[0], *(f"{base}.{item}" for item in request.items)}
+    yield from (module for name in sorted(found) if isinstance(module := sys.modules.get(name), types.ModuleType))
+
+
 def _is_protocol(name: str) -> bool:
     """Return whether Python calls a method without its name, and not to make an object."""
-    return name.startswith("__") and name not in ("__init__", "__new__", "__post_init__", "__setstate__", "__set_name__")
+    return name.startswith("__") and name not in (*MAKERS, "__setstate__", "__set_name__")
 
 
 def _is_replaced(value: object, name: str) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import linecache
 import textwrap
 import types
 from collections.abc import Iterator
+from itertools import islice
 
 MUTATORS = frozenset({
     "add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert", "intersection_update", "pop",
@@ -16,29 +18,65 @@ MUTATORS = frozenset({
 """The methods that change containers."""
 
 
-def names_written(function: types.FunctionType) -> frozenset[str]:
-    """Return the globals ("name") and attributes (".name") that a function changes; none where its source is not known."""
-    return _names_written(function.__code__)
+OF_THE_PROCESS = frozenset({
+    "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow", "today", "getpid",
+    "uuid1", "uuid4", "mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile", "strftime",
+})  # fmt: skip
+"""The functions whose results are others in each process by intent: times, and names of runs and of folders."""
+
+
+def names_of_the_process(module: types.ModuleType) -> frozenset[str]:
+    """Return the variables ("name") and attributes (".name") that a module sets to a time, or to a name of the process."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(str(vars(module).get("__file__")))))  # inspect asks the module for names
+    except SyntaxError:
+        return frozenset()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _asks_the_process(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(name for target in targets for name in islice(_names(target), 1))
+    return frozenset(found)
+
+
+def _asks_the_process(value: ast.expr) -> bool:
+    called = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return any(getattr(func, "attr", getattr(func, "id", "")) in OF_THE_PROCESS for func in called)
+
+
+def names_written(function: types.FunctionType, *, makes: bool = False) -> frozenset[str]:
+    """Return the globals ("name"), attributes (".name") and variables of functions around it ("(name)") that a function changes.
+
+    None where its source is not known. One that `makes` an object sets its attributes, which are not among them.
+    """
+    return _names_written(function.__code__, makes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_written(code: types.CodeType) -> frozenset[str]:
+def _names_written(code: types.CodeType, makes: bool) -> frozenset[str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
         return frozenset()
+    made = code.co_varnames[:1] if makes else ()
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
-            case ast.Global(names=names):
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
                 found.update(names)
+                continue
             case ast.Subscript(ctx=ast.Store() | ast.Del()):
-                found.update(_names(node.value))
+                chain = _names(node.value)
             case ast.Attribute(ctx=ast.Store() | ast.Del()):
-                found.update(_names(node))
+                chain = _names(node)
             case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in MUTATORS:
-                found.update(_names(owner))
-    return frozenset(found - _locals(code))
+                chain = _names(owner)
+            case _:
+                continue
+        parts = tuple(chain)
+        if parts[-1:] != made or not made:
+            found.update(parts)
+    return frozenset((found - _locals(code)) | {f"({name})" for name in found.intersection(code.co_freevars)})
 
 
 def _locals(code: types.CodeType) -> set[str]:

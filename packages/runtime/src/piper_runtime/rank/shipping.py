@@ -65,7 +65,9 @@ def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[ob
     those that the ranks call.
     """
     modules = dict(sys.modules)
-    marked = {name: path for name, m in modules.items() if isinstance(path := getattr(m, RECIPE_MARK, None), str)}
+    marked = {
+        name: path for name, m in modules.items() if isinstance(path := vars(m).get(RECIPE_MARK), str)
+    }  # getattr may run code
     mine = {name: m for name, m in modules.items() if name not in marked and name != "__main__" and _only_here(name, m)}
     known = cloudpickle.list_registry_pickle_by_value()  # a caller's own choice stays
     by_value = [m for name, m in mine.items() if m.__name__ == name and name not in known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextvars
 import datetime
 import decimal
 import fractions
@@ -10,7 +11,9 @@ import functools
 import hashlib
 import pathlib
 import re
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from enum import Enum
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from piper_runtime.rank.code_names import home_of, names_in
+from piper_runtime.rank.code_names import cells, home_of, names_in
 
 
 class Leaf(NamedTuple):
@@ -45,7 +48,7 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
     datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, re.Pattern,
 )  # fmt: skip
-_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
 
 
 def leaves_of(value: object, written: Set[str] = frozenset()) -> Leaves:
@@ -68,8 +71,11 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
             yield path, _tensor(value)
         case object() if (view := _view(value)) is not None:
             yield path, _buffer(value, view)
+            inner = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+            if "O" in view.format and hasattr(value, "tolist"):
+                inner.append(("[:]", value.tolist()))
         case types.FunctionType():
-            yield from _function(value, path, inner)
+            yield from _function(value, path, written, inner)
         case types.BuiltinFunctionType():
             yield path, _leaf(f"the function {value.__module__}.{value.__qualname__}")
         case type():
@@ -78,6 +84,10 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
             inner = [(".__func__", value.__func__), (".__self__", value.__self__)]
         case functools.partial():
             inner = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+        case weakref.ref():
+            inner = [("()", value())]
+        case contextvars.ContextVar():
+            inner = [(".get()", value.get(None))]
         case property():
             inner = [(".fget", value.fget), (".fset", value.fset)]
         case classmethod() | staticmethod():
@@ -92,7 +102,11 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
                 inner = [(f"[{index}]", item) for index, item in enumerate(islice(value, MOST_LEAVES))]
             inner.append((" (length)", len(value)))
         case set() | frozenset():
-            yield path, _leaf(repr(sorted(repr(item) for item in value if isinstance(item, _PLAIN))))
+            items = [repr(sorted((p, leaf.digest) for p, leaf in _leaves(item, "", written, around))) for item in value]
+            yield path, Leaf(f"a set of {len(value)}", _digest(repr(sorted(items)).encode()))
+        case torch.nn.Module():
+            yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
+            inner = [(f".{name}", tensor) for name, tensor in value.state_dict(keep_vars=True).items()]
         case _:
             yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
             if isinstance(value, _NAMESPACES) or home_of(type(value).__module__) == "user":
@@ -101,14 +115,18 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
         yield from _leaves(item, path + step, written, around)
 
 
-def _function(value: types.FunctionType, path: str, inner: list[tuple[str, object]]) -> Iterator[tuple[str, Leaf]]:
-    """Yield the leaf of a function: its name, and the code of a user's; add its default arguments."""
+def _function(
+    value: types.FunctionType, path: str, written: Set[str], inner: list[tuple[str, object]]
+) -> Iterator[tuple[str, Leaf]]:
+    """Yield the leaf of a function: its name, and the code of a user's; add its default arguments, and variables around it."""
     home, text = home_of(value.__globals__.get("__name__")), f"the function {value.__module__}.{value.__qualname__}"
     compared = home == "user" and _OF_PYTEST not in names_in(value.__code__)[2]
     yield path, Leaf(text, _digest(_code(value.__code__).encode()) if compared else "")
     if home == "user":
         inner += [(f"(default {index})", item) for index, item in enumerate(value.__defaults__ or ())]
         inner += [(f"({name})", item) for name, item in (value.__kwdefaults__ or {}).items()]
+        around = zip(value.__code__.co_freevars, cells(value))
+        inner += [(f"(variable {name})", item) for name, item in around if f"({name})" not in written]
 
 
 def _code(code: types.CodeType) -> str:
