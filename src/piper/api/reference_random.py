@@ -158,7 +158,7 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]) -> Any:
     """Run a random operation on numbers: torch draws first, for the result's form."""
     given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
-    x = given["self"].clone() if name == "rrelu_with_noise_" else given.get("self")  # which torch overwrites
+    x: Any = given["self"].clone() if name == "rrelu_with_noise_" else given.get("self")  # which torch overwrites
     result = func(*args, **kwargs)
     if name == "native_dropout":
         result[1].copy_(_below(numbers(result[1].shape), 1 - given["p"]))
