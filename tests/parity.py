@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from piper.api.reference import FLOAT32, FLOAT64, STEPS, Difference, Reference, RunOutcome, differences, reference
+from piper.api.reference import STEPS, Reference, reference
+from piper.api.reference_differences import FLOAT32, FLOAT64, Difference, RunOutcome, differences
 
 __all__ = [
     "FLOAT32",

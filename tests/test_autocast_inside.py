@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.api.reference import FLOAT32, RunOutcome, differences, reference
+from piper.api.reference import reference
+from piper.api.reference_differences import FLOAT32, RunOutcome, differences
 from piper.api.verification import verify_strategy
 from piper.views.explain import explain
 from piper_compiler.capture import autocast

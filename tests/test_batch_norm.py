@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import piper
-from piper.api.reference import RunOutcome, differences, reference
+from piper.api.reference import reference
+from piper.api.reference_differences import RunOutcome, differences
 from piper.views.explain import explain
 from piper_ir.errors import CaptureError, CompileError, JobError, PiperWarning
 

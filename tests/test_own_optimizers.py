@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import piper
-from piper.api.reference import RunOutcome, differences, reference
+from piper.api.reference import reference
+from piper.api.reference_differences import RunOutcome, differences
 from piper_ir.errors import CompileError, JobError
 from piper_runtime.rank import optimizer as rank_optimizer
 from piper_runtime.rank import optimizer_groups, optimizer_kinds, pack, with_declarations

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
-from piper.api.reference import differences, reference, typical_norm
+from piper.api.reference import reference
+from piper.api.reference_differences import differences, typical_norm
 from piper.api.verification import verify_strategy
 from tests.parity import outcome_of
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import piper
 from piper import ANY, Mesh, recipes, where
-from piper.api.reference import RunOutcome, differences, reference
+from piper.api.reference import reference
+from piper.api.reference_differences import RunOutcome, differences
 from piper_ir.errors import CompileError
 from piper_runtime.rank import optimizer_kinds
 from piper_runtime.rank.optimizer_trials import by_elements

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import piper
 from piper.api import capturing
-from piper.api.reference import FLOAT32, reference
+from piper.api.reference import reference
+from piper.api.reference_differences import FLOAT32
 from piper.api.tolerance import BY_DTYPE, tolerances
 from piper.api.verification import compared, verify_strategy
 from tests.parity import outcome_of

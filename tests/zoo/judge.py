@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 import piper
 from piper.api import capturing
 from piper.api.capturing import CaptureKey, captured_job
-from piper.api.reference import FLOOR, RunOutcome, reference, typical_norm
+from piper.api.reference import reference
+from piper.api.reference_differences import FLOOR, RunOutcome, typical_norm
 from piper.api.tolerance import STRICT
 from piper_compiler.capture import narrowest
 from piper_ir.errors import PiperError

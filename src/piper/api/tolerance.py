@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.api.reference import FLOAT32, FLOAT64
+from piper.api.reference_differences import FLOAT32, FLOAT64
 from piper_compiler.capture import Captured
 
 BY_DTYPE = {"float32": FLOAT32, "float16": 5e-3, "bfloat16": 4e-2}

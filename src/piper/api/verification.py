@@ -8,7 +8,8 @@ from piper.api.capturing import captured_job, captured_once
 from piper.api.compiling import Compiled, compile
 from piper.api.execution import execute
 from piper.api.random_draws import check_judged
-from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
+from piper.api.reference import Reference, reference
+from piper.api.reference_differences import Difference, RunOutcome, differences
 from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
 from piper_compiler.capture import Captured
