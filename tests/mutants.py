@@ -3,8 +3,9 @@ table.
 
 A compiler fault changes a finished plan: tests/plan_faults.py, schedule_faults.py, sharding_faults.py, recompute_faults.py,
 layout_faults.py, expert_faults.py (peaks are computed after it). A runtime fault is one of tests/runtime_faults.py, a job fault
-one of tests/job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py, backward_faults.py or state_faults.py. Each
-is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
+one of tests/job_faults.py, sharer_faults.py, expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or
+state_faults.py. Each is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a fault
+survives.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.dropless_faults import DROPLESS
 from tests.expert_faults import EXPERT_PLANS, EXPERT_RUNS
 from tests.job_faults import JOBS, JobFault
 from tests.layout_faults import LAYOUTS
+from tests.loss_faults import LOSSES
 from tests.plan_faults import COMPILER, Change
 from tests.recompute_faults import RECOMPUTE
 from tests.schedule_faults import SCHEDULE
@@ -179,7 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(
         Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f)
-        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *STATES)
+        for f in (*JOBS, *SHARERS, *EXPERT_RUNS, *DROPLESS, *BACKWARDS, *LOSSES, *STATES)
     ),
 )
 

@@ -1,7 +1,7 @@
-"""Compositions that a seed names: a transformer with dropout, auxiliary gradients or a mixture, a loss, a mesh and directives.
+"""Compositions that a seed names: a model with dropout, auxiliary gradients or a mixture, a loss, a mesh, directives.
 
-A failing composition prints itself in plain fields, and can be pasted into a test. Jobs are few, so that each is captured
-once.
+A failing composition prints itself in plain fields, and can be pasted into a test. Jobs are few, so that each is
+captured once.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return tokens and targets as `losses.batch` does; some rows, in turn the first or the last, have no label at all."""
+    """Return tokens and targets as `losses.batch` does; some rows, the first or the last in turn, have no label."""
     tokens, t = losses.batch(step, range(ROWS))
     empty = torch.randint(1, ROWS // 2 + 1, (), generator=torch.Generator().manual_seed(step))
     number = torch.arange(ROWS)[:, None]

@@ -1,4 +1,4 @@
-"""Random compositions of all axes, with masked losses, dropout and auxiliary gradients, train what one device trains."""
+"""Random compositions with masked losses, dropout and auxiliary gradients train what one device trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import parity, random_jobs
 from tests.random_jobs import Plan, case
 
 OFTEN, QUICK, MANY, STEPS = 12, 60, 300, 2
-"""The seeds in `make test`; those of the same few jobs, and of any job, in `make test-long`. To compile one takes seconds."""
+"""The seeds in `make test`, and in `make test-long` those of the same few jobs and of any job: one takes seconds."""
 
 REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
     "tokens of a row apart, for experts that devices share": (
@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
         r"4 tokens cannot be shared by 2 devices along cp, with 2 more for each, in zigzag order",
         lambda plan: plan.cp > 1 and plan.stream == "tokens",
     ),
-    "too few tokens of a router, of which each has two experts": (
+    "tokens apart beside shared experts, named by the two choices of a token": (
         r"2 tokens cannot be shared by 2 devices along cp in zigzag order",
         lambda plan: plan.cp > 1 and plan.ep > 1,
     ),
@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
         lambda plan: plan.cut and plan.of.dropout > 0,
     ),
 }
-"""The reasons for which a composition may be refused when it is compiled: a part of the text, and which compositions."""
+"""The reasons for which a composition may be refused at compile: a part of the text, and which compositions."""
 
 
 def refusal(plan: Plan, text: str) -> str:
