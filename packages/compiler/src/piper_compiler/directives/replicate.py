@@ -59,8 +59,8 @@ class Replicate:
             parameters too.
         bucket_mb: MiB of a bucket, in the gradients' dtype.
         reduce: name of the reductions' stream (default: one for all reductions of the role).
-        shard: the axes along which states are shared, by state ("params", "grads", "optim"), in place of `zero`; each as
-            a tuple of names, or the name of one alone.
+        shard: the axes along which states are shared, by state ("params", "grads", "optim"), in place of `zero`;
+            each as a tuple of names, or the name of one alone.
         resident_mb: MiB of gathered parameters that a rank may keep for later uses, beside those in use; "step" keeps
             all of them until the step ends.
         reduced_mb: the same of gradients that are not scattered yet.
