@@ -52,6 +52,14 @@ def used(job: piper.Job, costs: piper.Costs) -> None:
     assert misspelt
 
 
+def axes_by_name() -> None:
+    """One axis is named by a text, and one directive stands alone."""
+    one = piper.replicate(piper.where(), over="dp", shard={"optim": "dp", "grads": ("dp",)})
+    piper.Strategy(piper.Mesh(dp=2), one)
+    piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(over="dp", shard={"optim": "dp"}))
+    piper.replicate(piper.where(), over=1)  # type: ignore[arg-type]
+
+
 def refused(job: piper.Job, compiled: piper.Compiled) -> None:
     """What an editor marks: words that are not known, and what must be given."""
     piper.execute(compiled, steps=1, launcher="slurm")  # type: ignore[arg-type]

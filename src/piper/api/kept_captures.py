@@ -151,7 +151,7 @@ def kept_folder() -> Path | None:
 
 
 def _folder_of_the_user() -> Path:
-    """Return the folder for caches of this user; RuntimeError without a home, in whose place there would be a folder "~"."""
+    """Return the folder for caches of this user; RuntimeError without a home, which would make it a folder "~"."""
     from platformdirs import user_cache_path
 
     found = user_cache_path("piper", appauthor=False)

@@ -338,8 +338,8 @@ def show(
         if recipe is not None:
             if file is not None:
                 load_recipes(file)
-            more = arguments(pairs(params)) | {"chunks": chunks, "times": ChunkTimes.parse(times)}
-            return show_recipe(shown(recipe, pp=pp or 4, microbatches=microbatches or 8, **more), what)
+            own, each, m = arguments(pairs(params)), ChunkTimes.parse(times), microbatches or 8
+            return show_recipe(shown(recipe, pp=pp or 4, microbatches=m, chunks=chunks, times=each, more=own), what)
         if file is None:
             raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
         loaded, known = load_file(file, pairs(params), strategy), load_costs(costs) if costs else None

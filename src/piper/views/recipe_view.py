@@ -104,15 +104,15 @@ def shown(
     chunks: int | None = None,
     times: ChunkTimes | None = None,
     activation: int = 1,
-    **more: Any,
+    more: Mapping[str, object] | None = None,
 ) -> SimulatedRecipe:
-    """Compile and simulate a recipe with `more` arguments.
+    """Compile and simulate a recipe; `more` are arguments of its own.
 
     Raises JobError for an unknown name or argument, and the recipe's own DirectiveError.
     """
     recipe = find(name)
     times = times or ChunkTimes()
-    directives = directives_of(recipe, pp, microbatches, chunks, times, more)
+    directives = directives_of(recipe, pp, microbatches, chunks, times, more or {})
     return _simulated(recipe, Strategy(Mesh(pp=pp), directives), times, activation)
 
 
@@ -153,7 +153,7 @@ def find(name: str) -> Recipe:
 
 
 def directives_of(
-    recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, Any]
+    recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, object]
 ) -> tuple[Directive, ...]:
     """Call a recipe with the arguments that it takes; one that asks for times, like the search, gets `times`."""
     accepted = inspect.signature(recipe.make).parameters

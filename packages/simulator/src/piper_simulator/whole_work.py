@@ -68,7 +68,7 @@ def whole_notes(plan: Plan, target: Cluster | None, step_s: float) -> list[str]:
     return [
         f"`shard` leaves operators whole, which each of the devices along {along} computes: sharing them would save "
         f"{time_text(most.total_s)} of the step ({most.total_s / step_s:.1%}): "
-        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper explain` says why each is whole"
+        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper explain` says why"
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import fx, nn
@@ -38,6 +38,23 @@ from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
 from piper_ir.sizes import Dim, TensorSpec, affine, fit
 from piper_ops import dtype_name
+
+
+class TraceOptions(TypedDict, total=False):
+    """Name the arguments of `trace` that may be left out."""
+
+    dtype: torch.dtype | None
+    reduce: torch.dtype | None
+    keep: Mapping[str, torch.dtype] | None
+    wide: torch.dtype
+    most: int
+    shared: tuple[str, ...]
+    statistics: bool
+    metrics: OutputMetrics
+    evaluating: bool
+    whole_batch: bool
+    adding: AuxiliaryForm
+
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
 """The numbers of rows of the joint traces: two determine the sizes, the third checks them.
@@ -109,12 +126,15 @@ def trace(
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
         made = Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
         if not evaluating and (other := _other_form(forward, made)):
-            how: dict[str, Any] = {"dtype": dtype, "reduce": reduce, "keep": keep, "wide": wide, "whole_batch": whole_batch}
-            return trace(model, batch, loss, **how, most=most, shared=shared, **settings, adding=other)
+            how: TraceOptions = {"dtype": dtype, "reduce": reduce, "keep": keep, "wide": wide, "whole_batch": whole_batch}
+            how |= {"most": most, "shared": shared, "statistics": statistics, "metrics": metrics, "adding": other}
+            return trace(model, batch, loss, **how)
         return made
 
 
-def capture(model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss = None, **how: Any) -> Captured:
+def capture(
+    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss = None, **how: Unpack[TraceOptions]
+) -> Captured:
     """Trace a training step and return its capture with the usual layers; see `trace`, which has the same arguments."""
     return trace(model, batch, loss, **how).assembled
 

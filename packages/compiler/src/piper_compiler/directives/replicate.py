@@ -59,7 +59,8 @@ class Replicate:
             parameters too.
         bucket_mb: MiB of a bucket, in the gradients' dtype.
         reduce: name of the reductions' stream (default: one for all reductions of the role).
-        shard: the axes along which states are shared, by state ("params", "grads", "optim"), in place of `zero`.
+        shard: the axes along which states are shared, by state ("params", "grads", "optim"), in place of `zero`;
+            each as a tuple of names, or the name of one alone.
         resident_mb: MiB of gathered parameters that a rank may keep for later uses, beside those in use; "step" keeps
             all of them until the step ends.
         reduced_mb: the same of gradients that are not scattered yet.
@@ -69,11 +70,11 @@ class Replicate:
     """
 
     selection: Where
-    over: tuple[str, ...] = ("dp",)
+    over: str | tuple[str, ...] = ("dp",)
     zero: Literal[0, 1, 2, 3] = 0
     bucket_mb: float = 25
     reduce: str = ""
-    shard: Mapping[str, tuple[str, ...]] | None = None
+    shard: Mapping[str, str | tuple[str, ...]] | None = None
     resident_mb: float | str = 0
     reduced_mb: float | str = 0
     prefetch: int = 1
@@ -126,7 +127,7 @@ class Replicate:
         """Return the axes along which ranks share each state."""
         if self.shard is not None:
             return Shards(*[tuple(self.shard.get(state, ())) for state in STATES])
-        return Shards(*[self.over if self.zero >= len(STATES) - k else () for k in range(len(STATES))])
+        return Shards(*[tuple(self.over) if self.zero >= len(STATES) - k else () for k in range(len(STATES))])
 
     def _check_nodes(self, graph: Graph, nodes: list[Node]) -> None:
         counts: dict[str, int] = {}
