@@ -117,7 +117,7 @@ def trace(
         forward = capture_forward(model, batch, loss, casts, most, shared, **settings)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
-        forward = over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
+        forward = over_whole_batch(forward, adding, statistics=statistics) if whole_batch else over_microbatches(forward, adding)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)

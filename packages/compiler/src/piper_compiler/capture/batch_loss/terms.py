@@ -93,11 +93,12 @@ class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
     `tail` has the nodes behind the last use of a parameter, and behind backwards of users; what comes before counts as
-    the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes
-    an extreme of the batch.
+    the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes an extreme of the
+    batch. With `statistics` a model may take those of each microbatch, as batch norms do.
     """
 
     forward: Forward
+    statistics: bool = False
     of: dict[fx.Node, Dependence] = field(default_factory=dict)
     tail: list[fx.Node] = field(default_factory=list)
     bent: fx.Node | None = None
@@ -111,7 +112,7 @@ class Dependences:
                 continue
             if node.op in ("placeholder", "get_attr"):
                 self.of[node] = self._leaf(node)
-            elif self._random(node) or (node in before and (node in own or not self._reduces(node))):
+            elif self._random(node) or (node in before and (node in own or self.statistics or not self._reduces(node))):
                 self.of[node] = self._of_model(node)
             else:
                 self.tail.append(node)

@@ -244,9 +244,11 @@ class Trial:
                     env[node] = self._precise(getattr(self._forward.owner, str(node.target)))
                 elif node in self._tail and node in needed and not is_size(node):
                     args, kwargs = concrete_call(node, env, rows)
-                    env[node] = _call(node, *((_doubled(args), _doubled(kwargs)) if self._filling.double else (args, kwargs)))
                     if self._filling.double and node.target in HALVES:
-                        env[node] = env[node].double()
+                        env[node] = args[0].double()  # rounded to float32 in between, parts would differ
+                    else:
+                        both = (_doubled(args), _doubled(kwargs)) if self._filling.double else (args, kwargs)
+                        env[node] = _call(node, *both)
         if watch.seen:
             raise ValueError("random numbers")
         floating = {t.dtype for t in env.values() if isinstance(t, Tensor) and t.is_floating_point()}

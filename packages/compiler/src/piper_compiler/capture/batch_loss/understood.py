@@ -31,7 +31,7 @@ BENT_REASON = (
 )
 
 
-def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "", *, statistics: bool = False) -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
     A mean over rows stays as it is, and so does a pair of the user's. `adding` says of which kind the gradients are that
@@ -43,7 +43,7 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
             return replace(forward, loss_kind="sum", sums=True)
         forward = _divided(forward)
     forward = write_divisions(forward)
-    before, found = set(forward.graph.nodes), Dependences(forward)
+    before, found = set(forward.graph.nodes), Dependences(forward, statistics)
     if found.bent is not None:
         raise _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed
