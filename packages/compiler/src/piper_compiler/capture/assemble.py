@@ -86,8 +86,8 @@ def trace(
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
         whole_batch: whether the loss is that of the whole batch; else the mean of those of microbatches.
-        adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A model
-            that has some is traced again so.
+        adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A
+            model that has some is traced again so.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -156,7 +156,8 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
 def _other_form(forward: Forward, traced: Traced) -> AuxiliaryForm:
     """Return the kind of the gradients that users' backwards add, if the loss needs another form beside them.
 
-    Means need gradients that start from 1 and are divided by the number of microbatches, sums such that are not divided.
+    Means need gradients that start from 1 and are divided by the number of microbatches; sums need such that are not
+    divided.
     """
     if forward.adding or not has_own_backward(forward.graph.nodes):
         return ""

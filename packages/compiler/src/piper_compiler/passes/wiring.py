@@ -117,7 +117,10 @@ class _Asked:
             yield value, NOWHERE, NOWHERE
 
     def _term(self, reader: Chunk, value: str) -> Term:
-        """Return a value of another chunk as its reader sees it: summed up, or exchanged if one of the two is of experts."""
+        """Return a value of another chunk as its reader sees it.
+
+        It is summed up, or exchanged if one of the two is of experts.
+        """
         id, _, port = value.rpartition(":")
         traded = {self._trades[reader.id], self._trades[id]}
         terms = dict(self._graph.program.chunk(id).terms).get(port, ())

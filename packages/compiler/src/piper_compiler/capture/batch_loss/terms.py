@@ -25,9 +25,9 @@ Divisor = fx.Node | Literal["batch"] | None
 """The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
 
 TENSORS = frozenset({"tensor", "scalar_tensor", "as_tensor"})
-"""Calls that make a tensor of a number."""
+"""The calls that make a tensor of a number."""
 OF_NUMBERS = frozenset({"add", "sub", "mul", "div"}) | TENSORS
-"""Calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
+"""The calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
 JOINED = frozenset({"stack", "cat", "concat", "hstack"})
 CHOSEN = frozenset({"where", "masked_fill"})
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort"
@@ -247,7 +247,10 @@ class Dependences:
         return isinstance(divisor, fx.Node) and self.of[divisor].model
 
     def _divisor(self, node: fx.Node, name: str, given: Dependence) -> Divisor:
-        """Return the divisor of `rows / reduction`; None where the reduction has a gradient, or is none that is known."""
+        """Return the divisor of `rows / reduction`.
+
+        None where the reduction has a gradient, or is none that is known.
+        """
         if not given.model:
             return "batch" if given.terms is not None else None
         by = node.args[1] if len(node.args) > 1 else None
