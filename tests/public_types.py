@@ -62,9 +62,9 @@ def axes_by_name() -> None:
 
 def refused(job: piper.Job, compiled: piper.Compiled) -> None:
     """What an editor marks: words that are not known, and what must be given."""
-    piper.execute(compiled, steps=1, launcher="slurm")  # type: ignore[arg-type]
-    piper.execute(compiled, steps=1, on_loss="wait")  # type: ignore[arg-type]
-    piper.execute(compiled, steps=1, gradient=True)  # type: ignore[call-arg]
+    piper.execute(compiled, steps=1, launcher="slurm")  # type: ignore[arg-type]  # an unknown word
+    piper.execute(compiled, steps=1, on_loss="wait")  # type: ignore[arg-type]  # an unknown word
+    piper.execute(compiled, steps=1, gradient=True)  # type: ignore[call-arg]  # it is `gradients`
     piper.execute(compiled, steps=1, gradients=True, spares=1)
-    piper.replicate(piper.where(), zero=4)  # type: ignore[arg-type]
+    piper.replicate(piper.where(), zero=4)  # type: ignore[arg-type]  # 0 to 3 exist
     piper.Job(lambda: nn.Linear(2, 2), job.batch, None, job.optimizer)  # type: ignore[call-arg]  # without global_batch

@@ -21,7 +21,7 @@ from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Chunk, Step
 from piper_ops import Drawing
 from piper_runtime.rank import parts
-from piper_runtime.rank.job import microbatch_rows
+from piper_runtime.rank.batches import microbatch_rows
 from piper_runtime.rank.parts import Operand, Thunk
 from piper_runtime.rank.rank import Binder, Rank
 from piper_runtime.rank.rank_state import RankState

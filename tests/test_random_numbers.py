@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -60,9 +60,9 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 @cache
-def job(model: str, draws: str = "rows") -> piper.Job:
+def job(model: str, draws: Literal["rows", "microbatches"] = "rows") -> piper.Job:
     wide = piper.Precision(params="float64")
-    return piper.Job(MODELS[model], batch, nn.functional.mse_loss, sgd, global_batch=ROWS, precision=wide, draws=draws)  # type: ignore[arg-type]
+    return piper.Job(MODELS[model], batch, nn.functional.mse_loss, sgd, global_batch=ROWS, precision=wide, draws=draws)
 
 
 def micro(microbatches: int) -> piper.Directive:

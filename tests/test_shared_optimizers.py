@@ -108,7 +108,7 @@ def test_a_trial_finds_what_works_by_elements(kind: Any, settings: dict[str, Any
     """SGD with a setting that its fused kernel lacks; one of torch that needs matrices; one of a user that may do anything."""
 
     def make() -> torch.optim.Optimizer:
-        return kind([nn.Parameter(torch.empty(4, 4, device="meta"))], lr=0.1, **settings)  # type: ignore[no-any-return]
+        return kind([nn.Parameter(torch.empty(4, 4, device="meta"))], lr=0.1, **settings)  # type: ignore[no-any-return]  # any optimizer
 
     assert by_elements(make(), make) is each
 

@@ -163,9 +163,10 @@ def test_the_values_that_made_a_strategy_travel_with_it() -> None:
 def test_one_directive_and_one_axis_need_no_tuple() -> None:
     alone = split(where(), microbatches=2)
     assert Strategy(Mesh(), alone) == Strategy(Mesh(), [alone])
-    assert replicate(where(), over="dp") == replicate(where(), over=["dp"]) == replicate(where(), over=("dp",))  # type: ignore[arg-type]
-    shared = replicate(where(), shard={"optim": "dp"})  # type: ignore[dict-item]
+    listed = replicate(where(), over=["dp"])  # type: ignore[arg-type]  # a list is taken, too
+    assert replicate(where(), over="dp") == listed == replicate(where(), over=("dp",))
+    shared = replicate(where(), shard={"optim": "dp"})  # type: ignore[dict-item]  # one name alone
     assert shared == replicate(where(), shard={"optim": ("dp",)})
-    assert shard(where(), over=("tp",)) == shard(where(), over="tp")  # type: ignore[arg-type]
+    assert shard(where(), over=("tp",)) == shard(where(), over="tp")  # type: ignore[arg-type]  # one name alone
     with pytest.raises(DirectiveError, match="Strategy: 3 is no directive"):
-        Strategy(Mesh(), 3)  # type: ignore[arg-type]
+        Strategy(Mesh(), 3)  # type: ignore[arg-type]  # on purpose

@@ -35,7 +35,7 @@ FIELDS = dict(layers=4, pp=2, dp=2, zero=3, microbatches=2, optimizer=momentum)
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two runs of one job whose batches differ, each with checkpoints of two steps."""
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
-    plan, job = chain(**FIELDS)  # type: ignore[arg-type]
+    plan, job = chain(**FIELDS)  # type: ignore[arg-type]  # fields of several types
     for folder, scale in zip(folders, (1.0, 2.0), strict=True):
         scaled = replace(job, batch=lambda step, rows, scale=scale: tuple(scale * part for part in job.batch(step, rows)))
         run(plan, scaled, steps=4, checkpoint=Checkpoints(folder, every=2))
@@ -108,7 +108,7 @@ def test_what_does_not_belong_is_named(name: str, runs: tuple[Path, Path], tmp_p
     here = Path(shutil.copytree(runs[0] / STEP, tmp_path / STEP))
     damage, says = DAMAGE[name]
     damage(here, runs[0] / EARLIER, runs[1] / STEP)
-    plan, job = chain(**FIELDS)  # type: ignore[arg-type]
+    plan, job = chain(**FIELDS)  # type: ignore[arg-type]  # fields of several types
     with pytest.raises(FormatError, match=says):
         run(plan, job, steps=1, resume=here)
 
@@ -116,7 +116,7 @@ def test_what_does_not_belong_is_named(name: str, runs: tuple[Path, Path], tmp_p
 def test_it_is_refused_in_processes_and_by_other_strategies(runs: tuple[Path, Path], tmp_path: Path, pool: Pool) -> None:
     here = Path(shutil.copytree(runs[0] / STEP, tmp_path / STEP))
     exchanged(here)
-    plan, job = chain(**FIELDS | dict(pp=1, dp=1, zero=0, microbatches=4))  # type: ignore[arg-type]
+    plan, job = chain(**FIELDS | dict(pp=1, dp=1, zero=0, microbatches=4))  # type: ignore[arg-type]  # fields of several types
     for how in (dict(launcher="inline"), dict(launcher="processes", pool=pool)):
         with pytest.raises(FormatError, match=r"__\d_0.distcp does not hold"):
             run(plan, job, steps=1, resume=here, **how)
@@ -125,7 +125,7 @@ def test_it_is_refused_in_processes_and_by_other_strategies(runs: tuple[Path, Pa
 def test_a_copy_and_checkpoints_of_earlier_versions_are_read(runs: tuple[Path, Path], tmp_path: Path) -> None:
     here = Path(shutil.copytree(runs[0] / STEP, tmp_path / STEP))
     (here / "notes.txt").write_text("the best one")
-    plan, job = chain(**FIELDS)  # type: ignore[arg-type]
+    plan, job = chain(**FIELDS)  # type: ignore[arg-type]  # fields of several types
     after = run(plan, job, steps=1, resume=here).state_dict()
     marker = json.loads((here / MARKER).read_text())
     (here / MARKER).write_text(json.dumps({name: marker[name] for name in ("format", "version", "step", "files")}))

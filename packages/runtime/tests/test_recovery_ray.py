@@ -66,7 +66,7 @@ def test_room_is_counted_in_whole_ranks_that_living_nodes_have_free() -> None:
 def test_room_is_what_is_free_when_killed_actors_have_given_theirs_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_placement, "PLACE_S", 0.5)
     monkeypatch.setattr(ray_placement, "LOOK_S", 0.01)
-    answers: Any = lambda host, port: None  # noqa: E731
+    answers: Any = lambda host, port: None  # noqa: E731 - typed Any, as a def cannot be
     late = Cluster({"a": {}, "b": {"CPU": 2.0}}, {"a": {}, "b": {"CPU": 2.0}}, {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}})
     assert await_room(late, 4, 0, answers) == 4
     assert await_room(Cluster({"a": {"CPU": 3.0}}), 4, 0, answers) == 3, "others have the rest"

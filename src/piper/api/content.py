@@ -312,7 +312,10 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_hash(name: str, value: object) -> bool:
-    """Return whether an attribute keeps what `hash` said, which is another number in each process."""
+    """Return whether an attribute keeps what `hash` said.
+
+    That is another number in each process, because Python seeds the hash of texts anew.
+    """
     return name.endswith("_hash") and type(value) is int and abs(value) >= LEAST_HASH
 
 

@@ -142,8 +142,8 @@ def execute(
         strategy: For "replan", the strategies for fewer devices: a function of a trial, which is searched in
             simulation, or a list, of which the first one that fits is taken. By default the compiled strategy on the
             largest legal mesh, with its recipe if it has one.
-        more: Other keywords: `gradients`, `ranges`, `loader`, `first_step`, `spares`, `pool`, `replan` and `on_restart` of
-            `piper_runtime.execute`; `costs`, `model` and `pool` of `emulate` with "emulated".
+        more: Other keywords: `gradients`, `ranges`, `loader`, `first_step`, `spares`, `pool`, `replan` and `on_restart`
+            of `piper_runtime.execute`; `costs`, `model` and `pool` of `emulate` with "emulated".
 
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
     and FormatError for a checkpoint that was changed.

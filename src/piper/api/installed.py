@@ -37,7 +37,8 @@ class InstalledState:
     """Hold what a capture in a file depends on in installed packages.
 
     Attributes:
-        files: path of each loaded file -> digest of its content; sizes and times say nothing, since package managers set them.
+        files: path of each loaded file -> digest of its content; sizes and times say nothing, since package managers
+            set them.
         settings: module -> digest of its settings before the capture.
         environment: variable -> its value.
     """
@@ -75,9 +76,10 @@ def installed_state(before: Mapping[str, str]) -> InstalledState | None:
 
 
 def settings(names: Iterable[str] | None = None) -> dict[str, str] | None:
-    """Return a digest of the settings of each loaded module of installed packages: plain values, also those of its classes.
+    """Return a digest of the settings of each loaded module of installed packages.
 
-    None where something that the user has put there has no content.
+    Settings are plain values, also those of its classes. Returns None where something that the user has put there has
+    no content.
     """
     found: dict[str, str] = {}
     seen: set[int] = set()
@@ -97,7 +99,10 @@ def settings(names: Iterable[str] | None = None) -> dict[str, str] | None:
 
 
 def _setting(value: object, depth: int = 4, objects: bool = False) -> str | None:
-    """Return the text of a plain value, or of a small nest of them, with `objects` also of a package's own; None for others."""
+    """Return the text of a plain value, or of a small nest of them; None for other values.
+
+    With `objects`, objects of a package's own have a text, too.
+    """
     if type(value) in PLAIN:
         return None if isinstance(value, str) and _RANDOM.fullmatch(value) else repr(value)
     if depth and isinstance(value, dict) and dict.__len__(value) < MOST_ITEMS:

@@ -151,7 +151,10 @@ def kept_folder() -> Path | None:
 
 
 def _folder_of_the_user() -> Path:
-    """Return the folder for caches of this user; RuntimeError without a home, which would make it a folder "~"."""
+    """Return the folder for caches of this user.
+
+    Raises RuntimeError for a user without a home, in whose place there would be a folder "~".
+    """
     from platformdirs import user_cache_path
 
     found = user_cache_path("piper", appauthor=False)
@@ -174,7 +177,10 @@ def version() -> str:
 
 
 def _distributions() -> list[str]:
-    """Return what is installed, with versions, as the names of folders say it: `find_spec` and the like depend on it."""
+    """Return the installed distributions with their versions, as the names of folders say them.
+
+    `find_spec` and the like depend on them.
+    """
     return sorted({path.name for folder in sys.path if folder for path in Path(folder).glob("*.dist-info")})
 
 

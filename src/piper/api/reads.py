@@ -40,7 +40,7 @@ DRAWS = frozenset(
 TAKES = frozenset({"item", "tolist", "numpy", "int", "float", "bool"})
 """The names by which code takes values out of tensors; a constructor that does so may depend on what was drawn."""
 ASKS = ("get_", "is_", "are_", "has_", "current_", "initial_seed", "device_count", "cpu_count")
-"""The beginnings of the names of functions of torch that say how a process or machine is set up, such as the threads."""
+"""The beginnings of the names of torch's functions that say how a process or machine is set up, such as its threads."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 """The names in code that may read attributes whose names it does not say."""
 

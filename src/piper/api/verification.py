@@ -55,7 +55,8 @@ class VerificationReport:
         steps: How many were compared.
         tensors: How many the model's state has.
         differences: Those beyond the tolerance, in the order of steps.
-        whole: The comparison with the whole batch in one forward, where the model ran on one microbatch after the other.
+        whole: The comparison with the whole batch in one forward, where the model ran on one microbatch after the
+            other.
         tolerance: The tolerance that was allowed.
     """
 

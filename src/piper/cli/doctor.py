@@ -52,7 +52,10 @@ def _python() -> Finding:
 
 
 def _names() -> Finding:
-    """Find other distributions with the import name or the command `piper`: the one installed last wins, file by file."""
+    """Find other distributions with the import name or the command `piper`.
+
+    The one that was installed last wins, file by file.
+    """
     others = set(packages_distributions().get("piper", ())) | {
         script.dist.name for script in entry_points(group="console_scripts", name="piper") if script.dist is not None
     }

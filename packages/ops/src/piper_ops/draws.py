@@ -146,8 +146,7 @@ class Numbers:
 
     def open(self, shape: Sequence[int], device: torch.device, stream: int = 0) -> Tensor:
         """Return floats (float64) in (0, 1), of all 32 bits."""
-        make: Callable[[Tensor], Tensor] = lambda part: (part.double() + (2.0**31 + 0.5)) * 2.0**-32  # noqa: E731
-        return self.made(shape, torch.float64, device, make, stream)
+        return self.made(shape, torch.float64, device, lambda part: (part.double() + (2.0**31 + 0.5)) * 2.0**-32, stream)
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return normally distributed floats (float64), by Box and Muller from two numbers each."""

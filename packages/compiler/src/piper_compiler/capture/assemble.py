@@ -103,8 +103,8 @@ def trace(
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
         whole_batch: whether the loss is that of the whole batch; else the mean of those of microbatches.
-        adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A model
-            that has some is traced again so.
+        adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A
+            model that has some is traced again so.
 
     Raises:
         CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
@@ -117,7 +117,7 @@ def trace(
         forward = capture_forward(model, batch, loss, casts, most, shared, **settings)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
-        forward = over_whole_batch(forward, adding, statistics=statistics) if whole_batch else over_microbatches(forward, adding)
+        forward = over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)
@@ -176,7 +176,8 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
 def _other_form(forward: Forward, traced: Traced) -> AuxiliaryForm:
     """Return the kind of the gradients that users' backwards add, if the loss needs another form beside them.
 
-    Means need gradients that start from 1 and are divided by the number of microbatches, sums such that are not divided.
+    Means need gradients that start from 1 and are divided by the number of microbatches; sums need such that are not
+    divided.
     """
     if forward.adding or not has_own_backward(forward.graph.nodes):
         return ""

@@ -38,7 +38,8 @@ class Joint:
         reduce: the dtype of gradient accumulators; None for that of their parameters.
         exchanged_inputs: inputs that stand in the form in which devices exchange them with experts.
         exchanged_outputs: likewise outputs.
-        first_inputs: inputs that devices have in parts of their first dimension, where others are in parts of the second.
+        first_inputs: inputs that devices have in parts of their first dimension, where others are in parts of the
+            second.
         first_outputs: likewise outputs.
     """
 

@@ -69,7 +69,10 @@ def directive(cls: C) -> C:
 
 
 def as_names(given: Any) -> Any:
-    """Return names of axes as a tuple, where one is given alone or all are in a list; what is neither stays as it is."""
+    """Return names of axes as a tuple, where one is given alone or all are in a list.
+
+    A value that is neither stays as it is.
+    """
     if isinstance(given, str):
         return (given,)
     return tuple(given) if isinstance(given, list | tuple) else given

@@ -92,7 +92,7 @@ WHOLE = {
     "Adafactor": " (it keeps sums over rows and columns of matrices)",
     "Muon": " (it makes the updates of matrices orthogonal)",
 }
-"""For what optimizers of torch need whole parameters, as a message says it."""
+"""The reasons for which optimizers of torch need whole parameters, as a message says them."""
 
 
 def _check_whole(edit: Editor, training: Training) -> None:

@@ -87,7 +87,8 @@ class _Values:
                     return Counter({(id, summed | over, traded): n for (id, summed, traded), n in given})
                 return Counter({(id, summed, traded | over): n for (id, summed, traded), n in given})
             case _:
-                return Counter([(value, NOWHERE, NOWHERE)])
+                # an output that R makes again is the same value
+                return Counter([(value.removesuffix("!r"), NOWHERE, NOWHERE)])
 
 
 class _Asked:
@@ -117,7 +118,10 @@ class _Asked:
             yield value, NOWHERE, NOWHERE
 
     def _term(self, reader: Chunk, value: str) -> Term:
-        """Return a value of another chunk as its reader sees it: summed up, or exchanged if one of the two is of experts."""
+        """Return a value of another chunk as its reader sees it.
+
+        It is summed up, or exchanged if one of the two is of experts.
+        """
         id, _, port = value.rpartition(":")
         traded = {self._trades[reader.id], self._trades[id]}
         terms = dict(self._graph.program.chunk(id).terms).get(port, ())

@@ -64,7 +64,10 @@ def archive_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Archive:
 
 
 def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> tuple[int, int]:
-    """Write a contiguous tensor on the CPU, or a view of one, as its archive; return the bytes of that, and a checksum."""
+    """Write a contiguous tensor on the CPU, or a view of one, as its archive.
+
+    Returns the number of bytes of the archive, and a checksum of those of the tensor.
+    """
     archive = archive_of(tensor.dtype, tuple(tensor.shape))
     checksum = archive.write(file, bytes_of(tensor))
     return len(archive.head) + tensor.nbytes + len(archive.tail), checksum

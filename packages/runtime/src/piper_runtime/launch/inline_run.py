@@ -44,7 +44,10 @@ def run_inline(
     plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress,
     saved: SavedRun | HostSnapshot | None, evaluation: Evaluation | None = None,
 ) -> dict[int, RankReport]:  # fmt: skip
-    """Return the results of every rank, but of the steps, which `progress` gets; raise Interrupted after an interrupt."""
+    """Return the results of every rank, but of the steps, which `progress` gets.
+
+    Raises Interrupted after an interrupt.
+    """
     reports = {r: RankReport(first_step=options.first_step) for r in range(plan.mesh.world)}
     device = choose_device(devices.default, 0)  # all ranks on one
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -65,7 +65,10 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
 
 
 def free_ranks(ray: Any, gpus: int) -> int:
-    """Return how many ranks the living nodes can hold now, with one CPU and `gpus` GPUs each, beside what others run."""
+    """Return how many ranks the living nodes can hold now beside the work of others.
+
+    A rank needs one CPU and `gpus` GPUs.
+    """
     free = ray._private.state.available_resources_per_node()
     found = [free.get(n["NodeID"], {}) for n in ray.nodes() if n["Alive"]]
     return sum(int(min(r.get("CPU", 0.0), r.get("GPU", 0.0) / gpus if gpus else r.get("CPU", 0.0))) for r in found)

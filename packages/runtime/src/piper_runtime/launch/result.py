@@ -36,7 +36,8 @@ class Run(Brief):
         restarts: what failed while the run went on, and how it went on each time. `losses`, `step_s` and `batch_s` have
             each step once; all else is of the last attempt.
         metrics: per step the values of Job.metrics that are functions of outputs.
-        evaluations: by step, the loss and all metrics on Job.eval_data after it, those that are functions of the loss too.
+        evaluations: by step, the loss and all metrics on Job.eval_data after it, those that are functions of the loss
+            too.
     """
 
     losses: list[float]

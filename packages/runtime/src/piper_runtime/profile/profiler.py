@@ -36,8 +36,9 @@ from piper_runtime.profile.host_costs import host_seconds, issue_seconds
 from piper_runtime.profile.measure_messages import Messages, MessageSample
 from piper_runtime.profile.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
 from piper_runtime.rank import device as devices
+from piper_runtime.rank.batches import flatten_batch, microbatch_rows
 from piper_runtime.rank.code import ShippedCode, missing_operators
-from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
+from piper_runtime.rank.job import Batch
 from piper_runtime.rank.parts import Thunk, bind_alloc, bind_operand, bind_part
 from piper_runtime.rank.rank import Rank
 from piper_runtime.rank.rank_state import RankJob

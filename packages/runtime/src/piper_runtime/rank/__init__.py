@@ -4,12 +4,13 @@ May import: data, weights.
 """
 
 from piper_runtime.rank.allocator import keep_freed_memory
+from piper_runtime.rank.batches import call_batch
 from piper_runtime.rank.code import ExportedCode, ShippedCode
 from piper_runtime.rank.code_names import Home, Import, cells, full_name, home_of, is_foreign, names_in
 from piper_runtime.rank.device import choose_device, default_kind, using
 from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.feed import upload
-from piper_runtime.rank.job import InitialState, Job, call_batch, materialize
+from piper_runtime.rank.job import InitialState, Job, materialize
 from piper_runtime.rank.job_evaluation import of_loss, of_outputs
 from piper_runtime.rank.optimizer_groups import OptimizerSpec, optimizer_spec
 from piper_runtime.rank.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations

@@ -12,7 +12,8 @@ from piper_ir.ops import Load
 from piper_ir.plan import Plan
 from piper_ir.sizes import bind
 from piper_ops import batch_pair
-from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
+from piper_runtime.rank.batches import flatten_batch, microbatch_rows
+from piper_runtime.rank.job import Batch
 
 
 @dataclass(frozen=True)

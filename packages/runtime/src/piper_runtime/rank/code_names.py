@@ -82,7 +82,10 @@ def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[Import, ...],
 
 
 def full_name(request: Import, space: Mapping[str, object]) -> str:
-    """Return the name of the module of a statement in a module with these variables, where dots count from its package."""
+    """Return the full name of the module that an import in a module with these variables names.
+
+    Dots before the name count from the package of that module.
+    """
     if not request.level:
         return request.name
     package = str(space.get("__package__") or space.get("__name__") or "").split(".")

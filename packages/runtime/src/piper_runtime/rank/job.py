@@ -14,9 +14,7 @@ from torch.utils.data import Dataset
 
 from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
-from piper_ir.plan import Plan
 from piper_ir.tools import user_code
-from piper_ops import Constant, batch_leaves, batch_pair
 from piper_runtime.data import bind_batch
 from piper_runtime.rank.by_name import bound_by_name
 from piper_runtime.rank.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
@@ -56,9 +54,9 @@ class Job:
             tuple (positional) or a mapping (keyword), targets any nest of tensors. A mapping alone is the inputs.
             Numbers, bools and texts in it are constants of the model. `from_dataset` and `from_stream` make one, which
             is bound to `global_batch` here.
-        loss: (output, targets) -> a scalar, which is that of the whole global batch: a sum or a mean over rows, also over
-            those that the batch decides; a pair (sum, weight); or a list or dict of pairs, whose means are added up. None
-            for the model's own loss: its output, the first of several, or `output.loss`.
+        loss: (output, targets) -> a scalar, which is that of the whole global batch: a sum or a mean over rows, also
+            over those that the batch decides; a pair (sum, weight); or a list or dict of pairs, whose means are added
+            up. None for the model's own loss: its output, the first of several, or `output.loss`.
         optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
             full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
@@ -72,9 +70,9 @@ class Job:
         shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
             of file names, of the path ("inputs.positions") or its end ("positions").
         batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does;
-        running averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
-    loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
-        does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
+            running averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
+        loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
+            does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
             (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
         eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
@@ -147,49 +145,6 @@ class Job:
     def make_optimizers(self) -> Callable[[NamedParameters], Any]:
         """Return the function of named parameters that makes the optimizers; a mapping has become one."""
         return cast("Callable[[NamedParameters], Any]", self.optimizer)
-
-
-def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
-    """Return the rows of the global batch that a data-parallel replica computes in a microbatch.
-
-    Replica i owns rows [i*G/D, (i+1)*G/D), in order.
-    """
-    start = (replica * plan.microbatches + microbatch) * plan.rows
-    return range(start, start + plan.rows)
-
-
-def call_batch(batch: Batch, step: int, rows: range) -> Any:
-    """Return the result of the user's batch function outside of a run.
-
-    Raises JobError when it raises; in a run ExecutionError says where.
-    """
-    with user_code(f"Job.batch(step={step}, rows={rows})", JobError):
-        return batch(step, rows)
-
-
-def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the constants of what Job.batch returned, by their paths in it.
-
-    Paths are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left out, and
-    constants are texts. Raises JobError for what is no pair or mapping of tensors, numbers, bools, texts and None.
-    """
-    pair = batch_pair(result)
-    if pair is None:
-        raise JobError(
-            f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a mapping or dataclass"
-        )
-    found: dict[str, torch.Tensor] = {}
-    constants: dict[str, str] = {}
-    for name, leaf in batch_leaves(*pair):
-        if isinstance(leaf, torch.Tensor):
-            found[name] = leaf
-        elif isinstance(leaf, Constant):
-            constants[name] = repr(leaf)
-        else:
-            raise JobError(
-                f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors, numbers, bools, texts and None are accepted"
-            )
-    return found, constants
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ MOST_OBJECTS = 50_000
 _OF_DYNAMO = "torch._dynamo"
 """The module that puts functions of its own in place of some of torch's, which change no result."""
 MAKERS = ("__init__", "__new__", "__post_init__")
-"""The methods that make an object: the script calls them as well, so that only what they change elsewhere is a cache."""
+"""The methods that make an object.
+
+The script calls them as well, so that only what they change elsewhere is a cache.
+"""
 WAYS_OUT = (
     "modules are imported anew there; set it in the module itself (also from a file or a variable of the environment), pass it "
     "to the callable (functools.partial, an attribute of an object), or use launcher='inline'"
@@ -39,8 +42,8 @@ class ModuleState:
 
     Attributes:
         variables: (module, path of names in it) -> the leaves of the value.
-        written: the variables that the callables write themselves, such as caches: "name" of a module, ".name" of an object,
-            "(name)" of a function around them.
+        written: the variables that the callables write themselves, such as caches: "name" of a module, ".name" of an
+            object, "(name)" of a function around them.
     """
 
     variables: Mapping[tuple[str, str], Leaves] = field(default_factory=dict)
@@ -118,7 +121,8 @@ class _Walk:
     def written(self) -> frozenset[str]:
         """Return the names whose values differ by process without the script.
 
-        Functions that something else than the script calls change them, or modules set them to a time, or a folder's name.
+        Functions that something else than the script calls change them, or modules set them to a time, or a folder's
+        name.
         """
         called = {name for function in self._functions for name in names_in(function.__code__)[2]}
         inmost = {f: f.__qualname__.rpartition("<locals>.")[2] for f in self._functions}

@@ -49,8 +49,8 @@ class GroupSpec:
         flat: whether it runs on buckets, and not on their parameters one by one.
         copies: how many values it keeps per element of a bucket, where a fused kernel runs.
         counters: bytes of its step counters for a bucket, where a fused kernel runs.
-        piece: what it keeps of a piece of a bucket and holds in a step on it, where it updates each element by itself and no
-            fused kernel runs.
+        piece: what it keeps of a piece of a bucket and holds in a step on it, where it updates each element by itself
+            and no fused kernel runs.
     """
 
     kind: str

@@ -19,7 +19,10 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 """The optimizers that run on flat buckets by torch's fused kernels, by exact class."""
 
 TRIED: tuple[type[Optimizer], ...] = (*ELEMENTWISE, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop)
-"""The optimizers that update each element by itself as torch writes them, by exact class; a trial shows it of their settings."""
+"""The optimizers that update each element by itself as torch writes them, by exact class.
+
+A trial shows whether they do so under their settings, too.
+"""
 
 SEPARABLE: tuple[type[Optimizer], ...] = (
     *TRIED,

@@ -1,4 +1,7 @@
-"""Find the names that a function writes beside its local variables: caches, counters, and what is loaded on first use."""
+"""Find the names that a function writes beside its local variables.
+
+Caches and counters are such, and what is loaded on first use.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ OF_THE_PROCESS = frozenset({
 
 
 def names_of_the_process(module: types.ModuleType) -> frozenset[str]:
-    """Return the variables ("name") and attributes (".name") that a module sets to a time, or to a name of the process."""
+    """Return the names that a module sets to a time, or to a name of the process.
+
+    They are "name" for a variable, and ".name" for an attribute.
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(str(vars(module).get("__file__")))))  # inspect asks the module for names
     except SyntaxError:
@@ -45,9 +51,10 @@ def _asks_the_process(value: ast.expr) -> bool:
 
 
 def names_written(function: types.FunctionType, *, makes: bool = False) -> frozenset[str]:
-    """Return the globals ("name"), attributes (".name") and variables of functions around it ("(name)") that a function changes.
+    """Return the names that a function changes beside its local variables.
 
-    None where its source is not known. One that `makes` an object sets its attributes, which are not among them.
+    They are "name" for a global, ".name" for an attribute, and "(name)" for a variable of a function around it. There
+    are none where its source is not known. One that `makes` an object sets its attributes, which are not among them.
     """
     return _names_written(function.__code__, makes)
 

@@ -16,8 +16,8 @@ from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
 from piper_ops import drawing
+from piper_runtime.rank.batches import microbatch_rows
 from piper_runtime.rank.feed import upload
-from piper_runtime.rank.job import microbatch_rows
 from piper_runtime.rank.overflow import naming_overflow
 from piper_runtime.rank.rank_state import RankState
 from piper_runtime.rank.rng import drawing_of

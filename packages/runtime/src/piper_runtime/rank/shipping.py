@@ -61,8 +61,8 @@ def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[ob
     """Return a nest of callables, packed; raise JobError when something cannot be sent.
 
     Objects of an importable module travel by name, those of a marked recipe module as that file's path, all others by
-    value. `definers` are callables that stay here, whose modules may register operators, and `operators` the functions of
-    those that the ranks call.
+    value. `definers` are callables that stay here, whose modules may register operators, and `operators` the functions
+    of those that the ranks call.
     """
     modules = dict(sys.modules)
     marked = {

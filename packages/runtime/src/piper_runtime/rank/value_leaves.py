@@ -118,7 +118,10 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
 def _function(
     value: types.FunctionType, path: str, written: Set[str], inner: list[tuple[str, object]]
 ) -> Iterator[tuple[str, Leaf]]:
-    """Yield the leaf of a function: its name, and the code of a user's; add its default arguments, and variables around it."""
+    """Yield the leaf of a function: its name, and the code of a user's function.
+
+    Adds its default arguments, and the variables of functions around it, to `inner`.
+    """
     home, text = home_of(value.__globals__.get("__name__")), f"the function {value.__module__}.{value.__qualname__}"
     compared = home == "user" and _OF_PYTEST not in names_in(value.__code__)[2]
     yield path, Leaf(text, _digest(_code(value.__code__).encode()) if compared else "")

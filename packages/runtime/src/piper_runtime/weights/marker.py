@@ -97,7 +97,10 @@ def _with_checksums(tensors: Mapping[str, SavedTensor], marker: Marker, path: Pa
 
 
 def read_marker(path: Path) -> Marker:
-    """Return what marks a checkpoint as complete; raise unless its files are all there, as long as they were written."""
+    """Return the mark of a complete checkpoint.
+
+    Raises JobError or FormatError unless its files are all there, as long as they were written.
+    """
     if not (path / MARKER).is_file():
         kind = "is a checkpoint that was not completed" if (path / META).is_file() else "is no checkpoint of Piper's"
         raise JobError(f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the newest complete one")
@@ -146,7 +149,10 @@ def decoded(data: bytes, path: Path) -> str:
 
 
 def marker_text(run: str, step: int, sizes: Mapping[str, int], described: Mapping[str, bytes], boxes: Iterable[SavedBox]) -> str:
-    """Return the content of the mark: of files by size, of which `described` are read whole and `boxes` lie in others."""
+    """Return the content of the mark, which lists the files with their sizes.
+
+    The files of `described` are read whole, and `boxes` lie in others.
+    """
     places: dict[str, dict[int, int | None]] = {name: {} for name in sizes if name not in described}
     for box in boxes:
         if box.nbytes:

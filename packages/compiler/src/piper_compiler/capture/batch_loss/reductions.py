@@ -12,8 +12,10 @@ from torch import Tensor, fx
 from piper_compiler.capture._torch import OpOverload
 
 Base = Literal["sum", "mean", "constant"]
-"""The way in which a value of the microbatch becomes that of the whole batch: the values of its parts are added up, their
-mean is taken, or it is the same in each part."""
+"""The way in which a value of the microbatch becomes that of the whole batch.
+
+The values of its parts are added up, their mean is taken, or it is the same in each part.
+"""
 
 IGNORED = -100
 """The target that torch's losses of classes ignore unless another is given."""

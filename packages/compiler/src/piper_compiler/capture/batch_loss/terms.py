@@ -25,9 +25,9 @@ Divisor = fx.Node | Literal["batch"] | None
 """The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
 
 TENSORS = frozenset({"tensor", "scalar_tensor", "as_tensor"})
-"""Calls that make a tensor of a number."""
+"""The calls that make a tensor of a number."""
 OF_NUMBERS = frozenset({"add", "sub", "mul", "div"}) | TENSORS
-"""Calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
+"""The calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
 JOINED = frozenset({"stack", "cat", "concat", "hstack"})
 CHOSEN = frozenset({"where", "masked_fill"})
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort"
@@ -92,13 +92,12 @@ CONSTANT = Dependence(terms=frozenset({Term("constant")}))
 class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
-    `tail` has the nodes behind the last use of a parameter, and behind backwards of users; what comes before counts as
-    the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes an extreme of the
-    batch. With `statistics` a model may take those of each microbatch, as batch norms do.
+    `tail` has the nodes behind the last use of a parameter that has rows, and behind backwards of users; what comes
+    before counts as the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes an
+    extreme of the batch.
     """
 
     forward: Forward
-    statistics: bool = False
     of: dict[fx.Node, Dependence] = field(default_factory=dict)
     tail: list[fx.Node] = field(default_factory=list)
     bent: fx.Node | None = None
@@ -106,27 +105,19 @@ class Dependences:
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
         own = set(own_backwards(wanted))
-        before = ancestors(n for n in wanted if n in own or self._uses_parameter(n))
+        before = ancestors(n for n in wanted if n in own or (_has_rows(n) and self._uses_parameter(n)))
         for node in self.forward.graph.nodes:
             if node not in wanted:
                 continue
             if node.op in ("placeholder", "get_attr"):
                 self.of[node] = self._leaf(node)
-            elif self._random(node) or (node in before and (node in own or self.statistics or not self._reduces(node))):
+            elif self._random(node) or node in before:
                 self.of[node] = self._of_model(node)
             else:
                 self.tail.append(node)
                 self.of[node] = self._found(node)
                 if node.target in AUGMENTED and (target := written(node)) is not None:
                     self._now(node, target, self.of[node])
-
-    def _reduces(self, node: fx.Node) -> bool:
-        """Return whether a node before the last use of a parameter combines rows, or is made of one that does."""
-        if node.op == "call_module":
-            return False
-        if is_portable_loss(node) or _along_rows(node, call_name(node)):
-            return True
-        return any(n in self.tail for n in node.all_input_nodes) or self._of_model(node).mixed is not None
 
     def _uses_parameter(self, node: fx.Node) -> bool:
         kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]
@@ -248,7 +239,10 @@ class Dependences:
         return isinstance(divisor, fx.Node) and self.of[divisor].model
 
     def _divisor(self, node: fx.Node, name: str, given: Dependence) -> Divisor:
-        """Return the divisor of `rows / reduction`; None where the reduction has a gradient, or is none that is known."""
+        """Return the divisor of `rows / reduction`.
+
+        None where the reduction has a gradient, or is none that is known.
+        """
         if not given.model:
             return "batch" if given.terms is not None else None
         by = node.args[1] if len(node.args) > 1 else None

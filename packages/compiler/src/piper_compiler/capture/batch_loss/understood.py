@@ -31,19 +31,19 @@ BENT_REASON = (
 )
 
 
-def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "", *, statistics: bool = False) -> Forward:
+def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
-    A mean over rows stays as it is, and so does a pair of the user's. `adding` says of which kind the gradients are that
-    the model adds to those of the loss: they may not be divided by the weight of a pair. Raises CaptureError, with the
-    line, for a loss that is another function of the rows.
+    A mean over rows stays as it is, and so does a pair of the user's. `adding` says of which kind the gradients are
+    that the model adds to those of the loss: they may not be divided by the weight of a pair. Raises CaptureError, with
+    the line, for a loss that is another function of the rows.
     """
     if forward.weight is not None:
         if not adding:
             return replace(forward, loss_kind="sum", sums=True)
         forward = _divided(forward)
     forward = write_divisions(forward)
-    before, found = set(forward.graph.nodes), Dependences(forward, statistics)
+    before, found = set(forward.graph.nodes), Dependences(forward)
     if found.bent is not None:
         raise _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed

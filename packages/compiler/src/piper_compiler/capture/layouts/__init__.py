@@ -129,8 +129,8 @@ def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = A
 def _shared(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames) -> SharedChunk:
     """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use.
 
-    So is a mask of queries and keys where attention is computed in parts of its heads, which need all of it. What may be
-    a term of a sum is so along axes at which chunks are cut.
+    So is a mask of queries and keys where attention is computed in parts of its heads, which need all of it. What may
+    be a term of a sum is so along axes at which chunks are cut.
     """
     joint = replace(joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs))
     found = share(joint, shardings, agreed.whole, params)
