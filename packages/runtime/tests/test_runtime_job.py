@@ -28,7 +28,7 @@ from piper_runtime.rank.precision import Precision
         ("seed", True, "an integer"),
         ("tokens_per_row", 0, "at least 1"),
         ("clip_norm", 0.0, "positive"),
-        ("precision", "float32", "give Precision.params=.float32..."),
+        ("precision", "float31", "float31"),
         ("init", 3, "the path of weights is needed"),
         ("rename", 3, "a mapping from patterns"),
     ],
