@@ -104,7 +104,7 @@ class Dependences:
 
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
-        own = set(own_backwards(wanted))
+        own = {*own_backwards(wanted), *filter(_is_of_layers, wanted)}
         before = ancestors(n for n in wanted if n in own or (_has_rows(n) and self._uses_parameter(n)))
         for node in self.forward.graph.nodes:
             if node not in wanted:
@@ -339,6 +339,11 @@ class Dependences:
 def _first_changes(node: fx.Node, of: Mapping[fx.Node, Dependence]) -> bool:
     first = node.args[0]
     return isinstance(first, fx.Node) and not of[first].constant
+
+
+def _is_of_layers(node: fx.Node) -> bool:
+    """Return whether a node is a portable op of layers, such as attention, or one that sorts tokens by expert."""
+    return isinstance(node.target, _torch.OpOverload) and node.target.namespace == "piper" and not is_portable_loss(node)
 
 
 def _along_rows(node: fx.Node, name: str) -> bool:
