@@ -49,7 +49,7 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", "v", backward="split", bucket_mb=0.002),
     Composition("gpt_untied", 2, 1, 4, "random", "v", backward="mixed", overlap=True, seed=2),
     Composition("gpt_refilled", 2, 1, 4, "zbv"),
-    Composition("gpt_untied", 2, 1, 2, "gpipe", optimizer="rmsprop"),
+    Composition("gpt_untied", 2, 1, 2, "gpipe", optimizer="adafactor"),
     Composition("gpt", 2, 2, 4, "1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=3),
     Composition("gpt", 2, 2, 2, "1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=1),
     Composition("gpt_dropout", 2, 1, 4, "1f1b", keep="inputs"),

@@ -160,13 +160,15 @@ def masks_of_their_own(c: Composition) -> Judged | None:
 
 def losses_of_all_sharers(c: Composition) -> Judged | None:
     """The loss of each sharer counts."""
-    right = rank_state.RankState.__init__
+    right = rank_state.RankState.record
 
-    def made(self: Any, *args: Any, **more: Any) -> None:
-        right(self, *args, **more)
-        self.counts = True
+    def record(self: Any, kind: str, mb: int, value: float) -> None:
+        counts = self.counts
+        self.counts = counts or kind == "loss"  # a weight that counted as often would take it out again
+        right(self, kind, mb, value)
+        self.counts = counts
 
-    with patch.object(rank_state.RankState, "__init__", made):
+    with patch.object(rank_state.RankState, "record", record):
         return _judged(c) if c.tp > 1 else None
 
 
