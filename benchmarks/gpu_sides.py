@@ -88,8 +88,8 @@ class Ours:
         return counter.record()
 
     def _keep(self) -> None:
-        found = self.bound.scalars["loss"].values()
-        self.losses.append(sum(found) / len(found))
+        found, weights = (self.bound.scalars[kind].values() for kind in ("loss", "weight"))
+        self.losses.append(sum(found) / (sum(weights) or len(found)))
 
 
 def engine_of(bound: Rank, device: torch.device, issued: Callable[[], None]) -> Engine:

@@ -150,7 +150,7 @@ class Ours:
     def _run(self, traced: bool) -> None:
         self._engine.step(self._step, traced=traced)
         if found := self._bound.scalars["loss"]:
-            self.losses.append(sum(found.values()) / len(found))
+            self.losses.append(sum(found.values()) / (sum(self._bound.scalars["weight"].values()) or len(found)))
         self._step += 1
 
     def forward_s(self) -> list[float]:

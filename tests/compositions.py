@@ -73,7 +73,7 @@ def rmsprop(named: Named) -> torch.optim.Optimizer:
 
 
 def adafactor(named: Named) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor([p for _, p in named], lr=0.01)
+    return torch.optim.Adafactor([p for _, p in named], lr=0.01, eps=(1e-4, 1e-3))  # true zeros make no steps of rounding
 
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -179,7 +179,7 @@ PAIRS = "1F1B, pairs overlapped"
 
 def test_in_turn_all_exchanges_are_exposed_and_in_pairs_hardly_one_is() -> None:
     serial, *pairs = (exchanges.simulated(*scheduled(name, 8)) for name in exchanges.SCHEDULES)
-    assert serial.whole == pytest.approx(1.0) and serial.paired is None
+    assert serial.whole == pytest.approx(1.0, abs=1e-3) and serial.paired is None
     for found in pairs:
         assert found.paired is not None and found.paired < 0.02 and found.step < 0.75 * serial.step
     assert exchanges.simulated(*scheduled(PAIRS, 24)).whole < 0.1, "what begins and ends a step matters less in a longer one"

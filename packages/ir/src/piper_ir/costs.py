@@ -20,6 +20,10 @@ K = TypeVar("K")
 STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
 
 
+SCALARS = ("Add", "Zeros")
+"""The ops on scalars of which a profile may have measured none: weights of losses."""
+
+
 @dataclass(frozen=True, slots=True)
 class Duration:
     """Hold a duration in seconds, never negative, with its source.
@@ -225,9 +229,10 @@ class Costs:
     def of_part(self, op: str, amount: int) -> Duration | None:
         """Return the duration of another op of the compute stream; None when it is not known.
 
-        An amount below the smallest of at least two measured ones has the duration of the smallest.
+        An amount below the smallest of at least two measured ones has the duration of the smallest. A scalar that is
+        added up or zero takes as long as the one that a Seed writes, unless it was measured.
         """
-        table = self._parts.get(op)
+        table = self._parts.get(op) or (self._parts.get("Seed") if op in SCALARS else None)
         return None if table is None else table.at_least(amount)
 
     def rows_of(self, code: str, step: Step) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[ob
     value. `definers` are callables that stay here, whose modules may register operators, and `operators` the functions
     of those that the ranks call.
     """
-    modules = dict(sys.modules)
+    modules = {name: m for name, m in dict(sys.modules).items() if isinstance(m, ModuleType)}
     marked = {
         name: path for name, m in modules.items() if isinstance(path := vars(m).get(RECIPE_MARK), str)
     }  # getattr may run code
