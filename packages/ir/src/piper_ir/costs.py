@@ -232,7 +232,9 @@ class Costs:
         An amount below the smallest of at least two measured ones has the duration of the smallest. A scalar that is
         added up or zero takes as long as the one that a Seed writes, unless it was measured.
         """
-        table = self._parts.get(op) or (self._parts.get("Seed") if op in SCALARS else None)
+        table = self._parts.get(op)
+        if table is None and op in SCALARS and (seed := self._parts.get("Seed")) is not None:
+            return seed.at_least(seed.points[0][0])
         return None if table is None else table.at_least(amount)
 
     def rows_of(self, code: str, step: Step) -> tuple[int, ...]:
