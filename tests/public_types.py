@@ -57,7 +57,7 @@ def axes_by_name() -> None:
     one = piper.replicate(piper.where(), over="dp", shard={"optim": "dp", "grads": ("dp",)})
     piper.Strategy(piper.Mesh(dp=2), one)
     piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(over="dp", shard={"optim": "dp"}))
-    piper.replicate(piper.where(), over=1)  # type: ignore[arg-type]
+    piper.replicate(piper.where(), over=1)  # type: ignore[arg-type]  # a user's mistake, which mypy must see
 
 
 def refused(job: piper.Job, compiled: piper.Compiled) -> None:
