@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,16 @@ class _Unpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 pickles a member of an enum
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata does not need")
+
+
+def _member(enum: object, name: str) -> Enum:
+    """Return a member of an enum, of all things that have attributes."""
+    if not (isinstance(enum, type) and issubclass(enum, Enum)):
+        raise pickle.UnpicklingError("it asks for an attribute of something that is no enum")
+    return enum[name]
 
 
 def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> Tensor:
