@@ -37,7 +37,7 @@ check: $(INSTALLED) ## ruff (lint and format), mypy --strict on the packages and
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	MYPYPATH=$(SOURCES) $(PY) -m mypy --config-file= --warn-unused-ignores --ignore-missing-imports examples tests/public_types.py
+	MYPYPATH=$(SOURCES) $(PY) -m mypy --config-file= --warn-unused-ignores --ignore-missing-imports --follow-imports=silent examples tests/public_types.py
 
 test: $(INSTALLED) ## the test suite, without what is marked long or bench
 	$(PYTEST) --timeout=300 -m "not long and not bench" $(ARGS)
