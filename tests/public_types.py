@@ -67,4 +67,4 @@ def refused(job: piper.Job, compiled: piper.Compiled) -> None:
     piper.execute(compiled, steps=1, gradient=True)  # type: ignore[call-arg]  # it is `gradients`
     piper.execute(compiled, steps=1, gradients=True, spares=1)
     piper.replicate(piper.where(), zero=4)  # type: ignore[arg-type]  # 0 to 3 exist
-    piper.Job(lambda: nn.Linear(2, 2), job.batch, None, job.optimizer)  # type: ignore[call-arg]  # without global_batch
+    piper.Job(lambda: nn.Linear(2, 2), job.batch, loss_over="row")  # type: ignore[arg-type]  # an unknown word

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import piper
 from piper.api.verification import verify_strategy
 from piper.views.explain import explain
-from piper_ir.errors import PiperWarning
+from piper_ir.errors import CaptureError, PiperWarning
 
 WIDTH = 4
 
@@ -113,8 +113,10 @@ def test_a_loss_that_combines_rows_is_told_apart_too() -> None:
     def contrast(output: Tensor, target: Tensor) -> Tensor:
         return (output - output.mean(0)).square().mean()
 
-    plain = replace(job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))), loss=contrast)
+    plain = replace(job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))), loss=contrast, loss_over="microbatch")
     one = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=4),))
     report = verify_strategy(plain, one)
     assert report.equal and "NOT equal (the model or the loss combines rows" in report.text()
+    with pytest.raises(CaptureError, match="combines rows of the batch"):
+        verify_strategy(replace(plain, loss_over="batch"), one)
     assert "equal as well" in verify_strategy(replace(plain, loss=F.mse_loss), one).text()

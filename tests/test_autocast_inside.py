@@ -81,7 +81,7 @@ def found_differences(block: Callable[[], nn.Module] = Block, limit: float = FLO
     """Return what differs from plain PyTorch in float32, without the parameters after the last step."""
     made = job(block)
     run = piper.execute(piper.compile(made, BOTH), steps=2, launcher="inline", gradients=True)
-    expected = reference(made, replicas=2, microbatches=2, steps=2)
+    expected = reference(made, replicas=2, microbatches=2, steps=2, whole=False)  # bfloat16 rounds a sum over other rows
     return [str(d) for d in differences(RunOutcome.of(run), expected, limit, parameters=False)]
 
 

@@ -64,7 +64,7 @@ class Positive(nn.Module):
     """Sizes that only a run knows, inside alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + x[x > 0].sum() / x.shape[1]
+        return x + torch.zeros_like(x).masked_scatter(x > 0, x[x > 0].square())
 
 
 class Energy(nn.Module):

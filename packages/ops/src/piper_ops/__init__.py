@@ -6,7 +6,7 @@ of steps. Other packages import what they need from here.
 """
 
 from piper_ops.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
-from piper_ops.batch_norm import BATCH_NORMS, BatchNorm
+from piper_ops.batch_norm import BATCH_NORMS, STATISTICS, BatchNorm
 from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
 from piper_ops.builder import Builder, user_line
 from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
@@ -109,6 +109,7 @@ __all__ = [
     "OP_KERNELS",
     "PORTABLE",
     "BATCH_NORMS",
+    "STATISTICS",
     "BatchNorm",
     "REFUSALS",
     "Constant",

@@ -12,6 +12,8 @@ from torch import Tensor, fx
 
 from piper_ops.builder import Bound, Builder, constant, user_line
 
+STATISTICS = "piper_statistics"
+"""The key of the meta of operations that take the statistics of a microbatch by the user's own word."""
 BATCH_NORMS: Mapping[object, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
@@ -49,6 +51,7 @@ def rewrite_batch_norm(build: Builder, bound: Bound) -> fx.Node:
 
     Statistics are float32 at least. Backward needs the centred input and numbers per channel.
     """
+    build.old.meta[STATISTICS] = True  # which all operations in its place inherit
     given = build.example(bound["input"])
     dims = [d for d in range(given.dim()) if d != 1]
     narrow = given.dtype in (torch.bfloat16, torch.float16)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.auxiliary import auxiliary
+from piper_compiler.capture.averages import mark_averages
 from piper_compiler.capture.batch_loss import over_microbatches, over_whole_batch
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
@@ -28,6 +29,8 @@ from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
 from piper_compiler.capture.own_backwards import has_own_backward
 from piper_compiler.capture.remarks import remarks
+from piper_compiler.capture.row_mixing import check_rows_apart
+from piper_compiler.capture.row_trial import PARTS
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_compiler.capture.shared import check_batch, check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
@@ -117,6 +120,8 @@ def trace(
         forward = capture_forward(model, batch, loss, casts, most, shared, **settings)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
+        if statistics:
+            mark_averages(forward)
         forward = over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
@@ -222,9 +227,24 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
+        self._check_rows_apart()
         said = advancing_buffers(self._cut), remarks(self._cut)
         more: dict[str, Any] = {"layers": self._cut.layers, "reduce": self._reduce, "auxiliary": self._auxiliary(chunks)}
         return Captured(self._program(chunks), self._store, self._forward, *said, **more)
+
+    def _check_rows_apart(self) -> None:
+        """Raise CaptureError for an operation of the model that combines rows of the batch."""
+        if not self._forward.of_model:
+            return
+        first, second = PARTS
+        for code, piece in self._made_of.items():
+            if not piece.opaque:
+                joints = (
+                    self._store.joint(code, first),
+                    self._store.joint(code, first + second),
+                    self._store.joint(code, second),
+                )
+                check_rows_apart(joints, self._store.recipe(code).specs, self._forward.graph, self._forward.of_model)
 
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""

@@ -94,6 +94,8 @@ class AutomaticRegions:
     model: nn.Module
     found: list[Automatic] = field(default_factory=list)
     _planned: dict[str, Planned] = field(default_factory=dict)
+    _first: CaptureError | None = None
+    """What was wrong with a module before a larger one was tried, which says more."""
 
     def planning(self) -> AbstractContextManager[None]:
         """Return a context in which the modules that run as they were written can be traced."""
@@ -102,7 +104,8 @@ class AutomaticRegions:
     @property
     def problem(self) -> CaptureError | None:
         """Return what was found to be wrong with a module that was to run as it was written."""
-        return next((p.problem for p in self._planned.values() if p.problem is not None), None)
+        problem = next((p.problem for p in self._planned.values() if p.problem is not None), None)
+        return problem and (self._first or problem)
 
     def take_written(self, module: nn.Module | None, line: str, cause: str) -> str:
         """Let a module, and those of its class, run as they were written; return why they cannot, "" if they do."""
@@ -128,6 +131,7 @@ class AutomaticRegions:
         inner = next((one for one in self._planned.values() if isinstance(one.problem, Leaves)), None)
         if inner is None or "." not in inner.name:
             return False
+        self._first = self._first or inner.problem
         self._give_back(inner.kind)
         cause = next(one for one in self.found if one.written and inner.name in one.modules)
         around = self.model.get_submodule(inner.name.rpartition(".")[0])

@@ -97,6 +97,8 @@ class Forward:
         loss_kind: how the losses of microbatches become that of the whole batch; see `piper_ir.program.Program`.
         adding: the kind of the auxiliary gradients for which the loss has its form.
         sums: whether the loss is a sum over rows, not a mean.
+        of_model: the names of the operations that make the output of the model, where each row counts by itself: the
+            loss is the last to combine rows. Empty where losses of microbatches are trained.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -126,6 +128,7 @@ class Forward:
     counted: Counted | None = None
     adding: AuxiliaryForm = ""
     sums: bool = False
+    of_model: frozenset[str] = frozenset()
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

@@ -40,7 +40,7 @@ Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
 MakesOptimizer = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 _MISSING: Any = object()
-"""The value of a field that must be given, behind one that need not."""
+"""The value of a field that must be given, by position or by name, behind `loss`, which need not."""
 
 
 @checked_fields(JobError)
@@ -85,7 +85,7 @@ class Job:
     batch: Batch
     loss: Callable[[Any, Any], Any] | None = None
     optimizer: MakesOptimizer | Mapping[str, MakesOptimizer] = _MISSING
-    global_batch: int = field(kw_only=True)
+    global_batch: int = _MISSING
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_norm: float | None = None
@@ -108,8 +108,9 @@ class Job:
         return (self.shared,) if isinstance(self.shared, str) else self.shared
 
     def __post_init__(self) -> None:
-        if self.optimizer is _MISSING:
-            raise JobError(f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: 'optimizer'")
+        for name in ("optimizer", "global_batch"):
+            if getattr(self, name) is _MISSING:
+                raise JobError(f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: {name!r}")
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
             value = getattr(self, name)
             problem = callable_problem(name, value)

@@ -32,9 +32,11 @@ LOSSES = frozenset(
     }
 )
 """The losses whose mean divides by a number of elements or rows that is the same for equal numbers of rows."""
+PORTABLE_NAME = "piper::cross_entropy"
+"""Piper's own cross-entropy, as its schema calls it."""
 _METHODS: Mapping[str, tuple[str, ...]] = {"mean": ("input", "dim"), "sum": ("input", "dim")}
 _POSITIONS: Mapping[str, tuple[str, ...]] = {
-    "piper.cross_entropy": ("input", "target", "reduction", "ignore_index"),
+    PORTABLE_NAME: ("input", "target", "reduction", "ignore_index"),
     "nll_loss_nd": ("input", "target", "weight", "reduction", "ignore_index"),
 }
 _SAME_NAME = {
@@ -60,12 +62,12 @@ def call_name(node: fx.Node) -> str:
 
 def is_portable_loss(node: fx.Node) -> bool:
     """Return whether a node is Piper's own cross-entropy, whose first result is the loss."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name == "piper::cross_entropy"
+    return isinstance(node.target, OpOverload) and node.target._schema.name == PORTABLE_NAME
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a loss by name; raise TypeError where they are not those of torch's function."""
-    names = _POSITIONS.get("piper.cross_entropy" if is_portable_loss(node) else call_name(node))
+    names = _POSITIONS.get(PORTABLE_NAME if is_portable_loss(node) else call_name(node))
     if names is not None:
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     function = getattr(F, call_name(node))

@@ -20,6 +20,7 @@ from piper_compiler.capture.batch_loss.reductions import MEANS, SUMS, Base, call
 from piper_compiler.capture.batch_loss.writers import AUGMENTED, SAME, ancestors, is_size, owner, with_writers, writes, written
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.own_backwards import own_backwards
+from piper_ops import STATISTICS
 
 Divisor = fx.Node | Literal["batch"] | None
 """The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
@@ -104,7 +105,7 @@ class Dependences:
 
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
-        own = {*own_backwards(wanted), *filter(_is_of_layers, wanted)}
+        own = {*own_backwards(wanted), *(n for n in wanted if _is_of_layers(n) or STATISTICS in n.meta)}
         before = ancestors(n for n in wanted if n in own or (_has_rows(n) and self._uses_parameter(n)))
         for node in self.forward.graph.nodes:
             if node not in wanted:
@@ -118,6 +119,12 @@ class Dependences:
                 self.of[node] = self._found(node)
                 if node.target in AUGMENTED and (target := written(node)) is not None:
                     self._now(node, target, self.of[node])
+
+    @property
+    def of_model(self) -> frozenset[str]:
+        """Return the names of the operations that come before `tail`, without batch norms, which combine rows."""
+        made = (n for n in self.of if n.op not in ("placeholder", "get_attr") and STATISTICS not in n.meta)
+        return frozenset(n.name for n in made) - {n.name for n in self.tail}
 
     def _uses_parameter(self, node: fx.Node) -> bool:
         kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]

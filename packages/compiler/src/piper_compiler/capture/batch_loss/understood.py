@@ -40,10 +40,11 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     """
     if forward.weight is not None:
         if not adding:
-            return replace(forward, loss_kind="sum", sums=True)
+            return replace(forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model)
         forward = _divided(forward)
     forward = write_divisions(forward)
     before, found = set(forward.graph.nodes), Dependences(forward)
+    forward = replace(forward, of_model=found.of_model)
     if found.bent is not None:
         raise _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed

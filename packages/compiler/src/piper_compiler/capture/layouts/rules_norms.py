@@ -10,7 +10,7 @@ import torch
 
 import piper_ops  # noqa: F401 - registers the ops
 from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts.letters import Names, lettered, rank
+from piper_compiler.capture.layouts.letters import OUT, Names, lettered, numbered, rank
 from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
 
 aten = torch.ops.aten
@@ -81,6 +81,13 @@ def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
     return Loops(tuple(same), summed, frozenset(whole), linear, localize)
 
 
+def _averages(call: OpCall) -> Loops:
+    """Return the loops of a batch norm with running averages: one number of each of these per channel."""
+    count = rank(call, 0)
+    names: dict[int, Names] = {k: ["1"] for k in range(1, len(call.tensors))}
+    return lettered({**names, 0: numbered(count), OUT: numbered(count)})
+
+
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.rms_norm.default: partial(_norm, ("x",), (), "fs"),
     piper.rms_norm_dgrad.default: partial(_norm, ("grad_out", "x"), ("rstd",), "f"),
@@ -91,6 +98,7 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.layer_norm_backward.default: partial(_norm, ("grad_out", "x"), ("mean", "rstd"), "fww"),
     aten.native_layer_norm.default: partial(_norm, ("input",), (), "fss"),
     aten.native_layer_norm_backward.default: partial(_norm, ("grad_out", "input"), ("mean", "rstd"), "fww"),
+    aten._native_batch_norm_legit_no_training.default: _averages,
     aten.native_group_norm.default: partial(_group_norm, ("input",), "fss"),
     aten.native_group_norm_backward.default: partial(_group_norm, ("grad_out", "input"), "fww"),
 }

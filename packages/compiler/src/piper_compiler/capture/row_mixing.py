@@ -1,0 +1,205 @@
+"""Find operations of the model that combine rows of the batch, so that microbatches would train other numbers.
+
+`x - x.mean(0)`, `softmax(dim=0)` or `x.flip(0)` read other rows than their own, and a microbatch has only some of them.
+The rows of a chunk's inputs are a loop through its joint graph (`layouts`): an operation keeps rows apart where it can
+be computed in parts of that loop. Where its rule does not say so, the chunk is tried on numbers: whole, and in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.draws import origin_of
+from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
+from piper_compiler.capture.row_trial import PARTS, RowTrial
+from piper_compiler.capture.stepgraph import Joint
+from piper_ir.errors import CaptureError
+from piper_ir.sizes import TensorSpec
+from piper_ops import STATISTICS, is_draw
+
+aten = torch.ops.aten
+WHOLE_ROWS = sum(PARTS)
+NUMBERS = frozenset({aten.arange.start_step, aten.arange.start, aten.arange.default, aten.linspace.default, aten.eye.m})
+"""The ops whose results number the elements of a dimension."""
+LIKE = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like"})
+"""The ops that read only the shape or dtype of a tensor."""
+SAME_VALUES = frozenset(
+    {aten.view.default, aten.unsqueeze.default, aten.expand.default, aten._to_copy.default, aten.reshape.default}
+)
+ROUTING = frozenset(
+    {
+        *(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.index.Tensor, aten.index_select.default),
+        *(aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default, aten.gather.default),
+    }
+)
+"""The ops of which mixtures of experts sort tokens and put them back; of a chunk too large to try they are taken for that."""
+
+
+def check_rows_apart(
+    joints: tuple[Joint, Joint, Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]
+) -> None:
+    """Raise CaptureError, with the user's line, for an operation of a chunk's forward that combines rows.
+
+    Args:
+        joints: the chunk with the rows of the first part, of all, and of the second part.
+        specs: its inputs, affine in the rows.
+        captured: the graph of the whole model and its loss.
+        model: the names of its operations that make the output of the model; others belong to the loss.
+    """
+    few, many, _ = joints
+    forward = _forward(many)
+    judged = [n for n in forward if origin_of(n) in model]
+    if not judged:
+        return
+    varying = _varying(few, many)
+    if varying is None:
+        return
+    rows = _Rows(many, specs, varying)
+    found = [n for n in judged if not rows.keeps_apart(n)]
+    unknown = [n for n in found if not rows.indexes.ops[n].known]
+    if not found:
+        return
+    named = {n.name: n for n in captured.nodes}
+    ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(many.outputs)
+    combining = any(STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named)
+    apart = None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
+    if apart or (apart is None and all(n in unknown or n.target in ROUTING for n in found)):
+        return
+    raise CaptureError(
+        f"{line_of(named[origin_of(found[0])])}: combines rows of the batch, or numbers them: a microbatch has only some of the "
+        "rows, so that the model would compute other values for each plan. Accepted are operations in which each row counts by "
+        "itself; let one row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number as a tensor of "
+        'the batch. Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, where rows are '
+        "combined within each microbatch"
+    )
+
+
+def _forward(joint: Joint) -> list[fx.Node]:
+    """Return the operations that outputs are made of, in order."""
+    needed, queue = set[fx.Node](), list(joint.outputs)
+    while queue:
+        node = queue.pop()
+        if node not in needed:
+            needed.add(node)
+            queue += node.all_input_nodes
+    return [n for n in joint.graph.nodes if n in needed and isinstance(n.target, OpOverload)]
+
+
+def _varying(few: Joint, many: Joint) -> dict[TensorKey, tuple[int, ...]] | None:
+    """Return, for each tensor, the dimensions that grow with the rows; None where the two graphs are not alike."""
+    pairs = list(zip(few.graph.nodes, many.graph.nodes, strict=False))
+    if len(few.graph.nodes) != len(many.graph.nodes) or any(a.target != b.target for a, b in pairs if b.op == "call_function"):
+        return None
+    found = {}
+    for a, b in pairs:
+        for k, (x, y) in enumerate(zip(_tensors(a), _tensors(b), strict=True)):
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                found[b, k] = tuple(d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n)
+    return found
+
+
+def _tensors(node: fx.Node) -> tuple[object, ...]:
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Say where the rows lie in a dimension of [outer, rows, inner] steps."""
+
+    dim: int
+    outer: int
+
+
+class _Rows:
+    """Follow the rows of a chunk's inputs through its joint graph."""
+
+    def __init__(self, joint: Joint, specs: Sequence[TensorSpec], varying: Mapping[TensorKey, tuple[int, ...]]) -> None:
+        self.indexes: Indexed = indexed(joint)
+        self._varying = varying
+        self._rows: set[LoopIndex] = set()
+        for node in joint.inputs[: len(specs)]:
+            self._rows.update(index for dim in self._of_rows(key_of(node)) for index in dim[:1])
+
+    def _of_rows(self, key: TensorKey) -> Iterator[tuple[LoopIndex, ...]]:
+        """Yield, for each dimension of a tensor that grows with the rows, the indexes that do."""
+        for dim in self._varying.get(key, ()):
+            yield tuple(i for i in self.indexes.tensors[key][dim] if i.size % WHOLE_ROWS == 0)
+
+    def keeps_apart(self, node: fx.Node) -> bool:
+        """Return whether an op computes each row by itself."""
+        op = self.indexes.ops[node]
+        made = [k for k, t in enumerate(op.call.results) if t.numel() and (node, k) in self._varying and self._used(node, k)]
+        if is_draw(node.target, node.args, node.kwargs) or _only_shape(node):
+            self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
+            return True
+        given = {i for key in op.keys for dim in self._of_rows(key) for i in dim}
+        if not given:
+            numbered = node.target in NUMBERS and any(self._varying[node, k] for k in made)
+            self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
+            return not numbered or all(self._looks_up_own_rows(user, n) for n, user in _readers(node))
+        if any(self._looks_up_own_rows(node, n) for n in node.all_input_nodes):
+            return True
+        if not op.known or any(op.parts(i) is None and op.rewrite(i) is None for i in given & self._rows):
+            self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
+            return False
+        return all(self._lie_in_place((node, k)) for k in made)
+
+    def _lie_in_place(self, key: TensorKey) -> bool:
+        """Return whether a result has the rows where it grows with them, and not where a view put them by chance."""
+        growing = {i for dim in self._of_rows(key) for i in dim}
+        others = {i for d, dim in enumerate(self.indexes.tensors[key]) if d not in self._varying[key] for i in dim}
+        return bool(growing & self._rows) and not others & self._rows
+
+    def _used(self, node: fx.Node, result: int) -> bool:
+        items = [u for u in node.users if key_of(u)[0] is node]
+        return not items or any(key_of(u)[1] == result and u.users for u in items)
+
+    def _looks_up_own_rows(self, node: fx.Node, number: fx.Node) -> bool:
+        """Return whether an op looks up, in each row of a tensor, what stands in this row."""
+        if node.target not in (aten.index.Tensor, aten.index_put.default):
+            return False
+        table, places = node.args[:2]
+        assert isinstance(table, fx.Node) and isinstance(places, list | tuple)
+        return any(
+            place is number and _source(number).target in NUMBERS and dim in self._varying.get(key_of(table), ())
+            for dim, place in enumerate(places)
+        )
+
+    def parts(self, key: TensorKey) -> Part | None:
+        """Return where the rows lie in a tensor; None where it has none."""
+        dims = self._varying.get(key, ())
+        if not dims:
+            return None
+        outer = 1
+        for index in self.indexes.tensors[key][dims[0]]:
+            if index.size % WHOLE_ROWS == 0 and (index in self._rows or index.size == WHOLE_ROWS):
+                return Part(dims[0], outer)
+            outer *= index.size
+        return Part(dims[0], 1)
+
+
+def _only_shape(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in LIKE
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the op that made the values of which a node is a view."""
+    while node.target in SAME_VALUES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the ops that read a node's values, each with the view of them that it reads."""
+    for user in node.users:
+        if user.target in SAME_VALUES:
+            yield from _readers(user)
+        else:
+            yield node, user

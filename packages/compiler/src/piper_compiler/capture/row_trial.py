@@ -1,0 +1,123 @@
+"""Compare what a chunk's forward computes for all rows at once with what it computes for parts of them, on numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.layouts.indexes import TensorKey, key_of
+from piper_compiler.capture.stepgraph import Joint
+from piper_ops import is_draw
+
+if TYPE_CHECKING:
+    from piper_compiler.capture.row_mixing import Part
+
+PARTS = (3, 2)
+"""The rows of the two parts."""
+MOST = 2**25
+"""The largest number of elements of all tensors of the chunk for which it is computed: a second or less."""
+SEEDS = range(3)
+INTEGERS = 2
+"""The integers of a trial are below this, so that they may be labels, places and tokens."""
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""The relative differences that rounding explains; in half precision 0.03."""
+
+
+class RowTrial:
+    """Run the forward of a chunk on all rows and on two parts of them.
+
+    `joints` are the graphs of the first part (PARTS), of the whole, and of the second part, which are alike node by node.
+    `parts` says where rows lie in a tensor of the whole, and `asked` are the nodes of the whole that are compared.
+    """
+
+    def __init__(
+        self, joints: tuple[Joint, Joint, Joint], parts: Callable[[TensorKey], Part | None], asked: Sequence[fx.Node]
+    ) -> None:
+        self._first, self._whole, self._second = joints
+        self._parts, self._asked = parts, asked
+
+    def same(self) -> bool | None:
+        """Return whether parts compute what the whole does; None where that cannot be tried."""
+        alike = all(len(j.graph.nodes) == len(self._whole.graph.nodes) for j in (self._first, self._second))
+        if not alike or _elements(self._whole) > MOST:
+            return None
+        try:
+            return all(self._tried(seed) for seed in SEEDS)
+        except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError):
+            return None
+
+    def _tried(self, seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        kinds = zip(self._whole.inputs, self._whole.kinds, strict=True)
+        given = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
+        wanted = self._run(self._whole, given, self._asked)
+        parts = []
+        for number, joint in enumerate((self._first, self._second)):
+            twin = dict(zip(self._whole.graph.nodes, joint.graph.nodes, strict=True))
+            own = {twin[n]: self._part(n, value, number) for n, value in given.items()}
+            parts.append(self._run(joint, own, [twin[n] for n in self._asked]))
+        return all(self._equal(n, wanted[k], [p[k] for p in parts]) for k, n in enumerate(self._asked))
+
+    def _run(self, joint: Joint, given: Mapping[fx.Node, Tensor], asked: Sequence[fx.Node]) -> list[Any]:
+        env: dict[fx.Node, Any] = {**given, **{n: joint.constants[name] for n, name in joint.constant_names.items()}}
+        needed, queue = set[fx.Node](), list(asked)
+        while queue:
+            node = queue.pop()
+            if node not in needed:
+                needed.add(node)
+                queue += node.all_input_nodes
+        with torch.no_grad():
+            for node in joint.graph.nodes:
+                if node not in needed or node in env:
+                    continue
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = _drawn(node) if is_draw(node.target, node.args, node.kwargs) else node.target(*args, **kwargs)
+        return [env[n] for n in asked]
+
+    def _part(self, node: fx.Node, value: Tensor, number: int) -> Tensor:
+        lying = self._parts(key_of(node))
+        if lying is None:
+            return value
+        rows = value.unflatten(lying.dim, (lying.outer, sum(PARTS), -1))
+        return rows.split(PARTS, lying.dim + 1)[number].flatten(lying.dim, lying.dim + 2).contiguous()
+
+    def _equal(self, node: fx.Node, whole: Any, parts: Sequence[Any]) -> bool:
+        if not isinstance(whole, Tensor):
+            return True
+        return all(_near(self._part(node, whole, number), part) for number, part in enumerate(parts))
+
+
+def _elements(joint: Joint) -> int:
+    values = [n.meta.get("val") for n in joint.graph.nodes]
+    return sum(t.numel() for v in values for t in (v if isinstance(v, tuple | list) else (v,)) if isinstance(t, Tensor))
+
+
+def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
+    """Return numbers; those of a parameter keep what is computed with it as large as its input."""
+    shape = tuple(like.shape)
+    if like.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) > 0.3
+    if not like.is_floating_point():
+        return torch.randint(INTEGERS, shape, generator=generator).to(like.dtype)
+    scale = shape[-1] ** -0.5 if trained and len(shape) > 1 else 1.0
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(like.dtype)
+
+
+def _drawn(node: fx.Node) -> Any:
+    """Return the same numbers for every row in place of random ones."""
+    value = node.meta["val"]
+    made = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in (value if isinstance(value, tuple | list) else (value,))]
+    return tuple(made) if isinstance(value, tuple | list) else made[0]
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    close = CLOSE.get(a.dtype, 0.03)
+    return bool(torch.allclose(a.double(), b.double(), rtol=close, atol=close, equal_nan=True))
