@@ -19,7 +19,7 @@ import torch
 from piper_ir.ops import COMM, Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Chunk, Step
-from piper_ops import Drawing
+from piper_ops import DrawsOfCall
 from piper_runtime.rank import parts
 from piper_runtime.rank.batches import microbatch_rows
 from piper_runtime.rank.parts import Operand, Thunk
@@ -339,7 +339,7 @@ def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return unseeded
 
 
-def _drawn_by(change: Callable[[Drawing, Chunk], Drawing]) -> Callable[[Part, RankState, BindPart], Thunk]:
+def _drawn_by(change: Callable[[DrawsOfCall, Chunk], DrawsOfCall]) -> Callable[[Part, RankState, BindPart], Thunk]:
     """Return a fault of what random numbers depend on."""
 
     def fault(part: Part, rank: RankState, bind: BindPart) -> Thunk:
@@ -369,7 +369,7 @@ def _other_mask(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return other
 
 
-def _by_cut(drawing: Drawing, chunk: Chunk) -> Drawing:
+def _by_cut(drawing: DrawsOfCall, chunk: Chunk) -> DrawsOfCall:
     draws = [replace(draw, place=f"{chunk.id}#{k}") for k, draw in enumerate(chunk.draws)]
     return replace(drawing, draws=draws)
 

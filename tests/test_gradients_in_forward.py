@@ -53,7 +53,13 @@ def energy(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def adapted(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A step of gradient descent inside, as in meta-learning."""
+    """A step of gradient descent inside for each row, as in meta-learning over tasks."""
+    weights = linear.weight.expand(len(x), WIDTH, WIDTH)
+    inner = torch.autograd.grad(torch.bmm(x.unsqueeze(1), weights).pow(2).sum(), [weights], create_graph=True)[0]
+    return x + torch.tanh(torch.bmm(x.unsqueeze(1), weights - 0.1 * inner).squeeze(1))
+
+
+def adapted_together(linear: nn.Linear, x: Tensor) -> Tensor:
     inner = torch.autograd.grad(linear(x).pow(2).mean(), [linear.weight], create_graph=True)[0]
     return x + torch.tanh(x @ (linear.weight - 0.1 * inner))
 
@@ -63,6 +69,12 @@ def adapted(linear: nn.Linear, x: Tensor) -> Tensor:
 def test_equal_to_one_device(steps: tuple[Step, ...]) -> None:
     report = verify_strategy(job(lambda: Net(*steps)), BOTH, steps=2)
     assert report.equal, report.text()
+
+
+@pytest.mark.filterwarnings("ignore::piper_ir.errors.PiperWarning")
+def test_a_region_that_runs_as_it_is_may_not_combine_rows() -> None:
+    with pytest.raises(CaptureError, match=r"test_gradients_in_forward.py:\d+ .*combines rows of the batch"):
+        piper.compile(job(lambda: Net(adapted_together)), BOTH)
 
 
 def frozen(linear: nn.Linear, x: Tensor) -> Tensor:

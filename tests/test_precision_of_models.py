@@ -85,7 +85,7 @@ def test_a_rank_has_parameters_twice_and_all_else_in_the_dtype_of_the_update() -
 def test_losses_are_float32_and_values_bfloat16() -> None:
     chunks = plan_of(job()).chunks
     kinds = {(o.kind, o.spec.dtype) for c in chunks for o in c.outputs}
-    assert kinds == {("value", "bfloat16"), ("loss", "float32")}
+    assert kinds == {("value", "bfloat16"), ("loss", "float32"), ("weight", "float32")}
     assert {c.inputs[k].spec.dtype for c in chunks for k in c.steps["W"].accumulates} == {"bfloat16"}
 
 

@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Drawing(nn.Module):
+class DrawsOfCall(nn.Module):
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
@@ -72,7 +72,7 @@ class Sum(nn.Module):
 
     def __init__(self, draws: dict[str, Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Drawing(draw) for draw in draws.values())
+        self.layers = nn.ModuleList(DrawsOfCall(draw) for draw in draws.values())
 
     def forward(self, x: Tensor) -> Tensor:
         total = x

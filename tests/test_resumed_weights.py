@@ -118,6 +118,7 @@ def test_a_checkpoint_gives_initial_weights(tmp_path: Path) -> None:
             assert torch.equal(both[name], tensor) and torch.equal(judged.state_dict()[name], tensor), name
     with pytest.raises(JobError, match=r"nor the .metadata of a checkpoint; it has step-00000001"):
         materialize(replace(compiled().job, init=tmp_path / "saved"))
+    (tmp_path / "saved" / "step-00000001" / "complete.json").unlink()  # which would say that the file is another one
     (tmp_path / "saved" / "step-00000001" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(FormatError, match=r"it names os.system, which metadata does not need"):
         materialize(replace(compiled().job, init=tmp_path / "saved" / "step-00000001"))

@@ -67,7 +67,7 @@ def test_the_bytes_by_which_measured_updates_are_known(zero: int) -> None:
     (norm,), (step,) = parts(plan, SquaredNorm), parts(plan, Update)
     traffic, role = PlanBytes(plan), plan.roles[0]
     scalar = sum(traffic.nbytes(v) for v in step.reads)
-    assert traffic.memory_bytes(role, norm) == 4 * own + scalar
+    assert traffic.memory_bytes(role, norm) == 4 * own + sum(traffic.nbytes(v) for v in norm.writes)
     states = 2 * 4 * own + 2 * own + 2 * (8 * own + 4 * len(plan.buckets))  # masters, copies, AdamW's
     assert traffic.memory_bytes(role, step) == states + 4 * own + 4 * kept + scalar
 

@@ -277,7 +277,7 @@ def statistics_that_nothing_reads(layer: Any, x: Tensor) -> Tensor:
 def a_list_that_is_emptied_first(layer: Any, x: Tensor) -> Tensor:
     layer.history.clear()
     y = layer.linear(x)
-    layer.history.append(y.square().mean())
+    layer.history.append(y.square().mean(-1, keepdim=True))
     return y + sum(layer.history)
 
 
@@ -311,7 +311,7 @@ def a_loss_that_is_only_kept(layer: Any, x: Tensor) -> Tensor:
     layer.cache = y.mean()
     layer.history.append(y)
     layer.calls += 1
-    return y + layer.cache
+    return y
 
 
 @taken

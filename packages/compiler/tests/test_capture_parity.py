@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ def eager(case: Case, model: nn.Module, rows: range) -> tuple[Tensor, dict[str, 
     inputs, targets = cast(case.batch(3, rows), torch.float64)
     output = model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     result = case.loss(output, targets)
-    loss = result[0] if isinstance(result, tuple) else result
+    loss = result[0] / result[1] if isinstance(result, tuple) else result
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -31,6 +33,12 @@ def chunks(case: Case, name: str, model: nn.Module, rows: range) -> Run:
     state = {n: t.detach().clone() for n, t, _ in named_tensors(model)}
     batch = flatten_batch(*cast(case.batch(3, rows), torch.float64))
     return ChunkDag(captured(name), len(rows), state).run(batch)
+
+
+def of_batch(run: Run) -> Run:
+    """Return the loss and gradients of a mean: of a sum they are divided by its weight."""
+    weight = run.weight if run.weight is not None else torch.ones(())
+    return replace(run, loss=run.loss / weight, grads={n: g / weight for n, g in run.grads.items()})
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -42,7 +50,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 )
 def test_loss_gradients_and_buffers_equal_autograd(name: str, rows: int) -> None:
     case, model = CASES[name], build(CASES[name])
-    run = chunks(case, name, model, range(2, 2 + rows))
+    run = of_batch(chunks(case, name, model, range(2, 2 + rows)))
     loss, grads = eager(case, model, range(2, 2 + rows))
     assert close(run.loss, loss)
     assert run.grads.keys() == grads.keys()
@@ -62,7 +70,7 @@ def test_dropout_draws_the_numbers_of_eager_dropout_from_the_same_state() -> Non
     state = {n: t.detach().clone() for n, t, _ in named_tensors(model)}
     batch = flatten_batch(*cast(case.batch(3, range(3)), torch.float64))
     dag = ChunkDag(captured("gpt_dropout"), 3, state, lambda c: torch.manual_seed(100 + c.coords["layer"]) and None)
-    run = dag.run(batch)
+    run = of_batch(dag.run(batch))
     loss, grads = eager(case, model, range(3))
     assert close(run.loss, loss)
     assert {n: close(run.grads[n], g) for n, g in grads.items()} == dict.fromkeys(grads, True)

@@ -173,7 +173,8 @@ def test_only_the_loss_has_a_seed_and_the_weight_has_none() -> None:
     last = captured("keywords").program.chunks[-1]
     assert [(o.kind, o.needs_grad) for o in last.outputs] == [("loss", True), ("weight", False)]
     assert captured("keywords").program.loss_kind == "sum"
-    assert captured("gpt").program.loss_kind == "mean"
+    assert captured("gpt").program.loss_kind == "sum"  # over tokens that are not ignored
+    assert captured("opaque").program.loss_kind == "mean"
     assert [b.name for b in captured("keywords").program.batch] == [
         "inputs.tokens",
         "inputs.mask",

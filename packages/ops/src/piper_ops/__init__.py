@@ -13,7 +13,7 @@ from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_al
 from piper_ops.context import context_add, context_add_, context_merge, context_take
 from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.draw_kernels import is_draw, refusal_of_draw
-from piper_ops.draws import Drawing, draw, drawing
+from piper_ops.draws import DrawsOfCall, draw, drawing
 from piper_ops.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
 from piper_ops.examples import Examples
 from piper_ops.experts import (
@@ -83,7 +83,7 @@ __all__ = [
     "call_of",
     "tensors_in",
     "DIRECT",
-    "Drawing",
+    "DrawsOfCall",
     "draw",
     "drawing",
     "is_draw",

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 
-class Source(Protocol):
-    """Describe the numbers of one draw; see `piper_ops.draws.Numbers`."""
+class NumberSource(Protocol):
+    """Describe the numbers of one draw; see `piper_ops.draws.DrawnNumbers`."""
 
     def below(self, shape: Sequence[int], chance: float, device: torch.device) -> Tensor: ...
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor: ...
@@ -51,7 +51,7 @@ def _call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ca
     return _Call(given, tuple(shape), dtype, torch.device(device))
 
 
-def _dropout(call: _Call, numbers: Source) -> tuple[Tensor, Tensor]:
+def _dropout(call: _Call, numbers: NumberSource) -> tuple[Tensor, Tensor]:
     given, p, train = call.given["input"], call.given["p"], call.given["train"]
     if train is False or not given.numel():
         return given.clone(), torch.ones_like(given, dtype=torch.bool)
@@ -59,7 +59,7 @@ def _dropout(call: _Call, numbers: Source) -> tuple[Tensor, Tensor]:
     return given.mul(kept).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), kept
 
 
-def _rrelu(call: _Call, numbers: Source) -> tuple[Tensor, Tensor]:
+def _rrelu(call: _Call, numbers: NumberSource) -> tuple[Tensor, Tensor]:
     """Return x * slope, and the slopes: random where x <= 0, else 1."""
     given, lower, upper = call.given["self"], call.given["lower"], call.given["upper"]
     slopes = numbers.uniform(call.shape, call.dtype, call.device).mul_(upper - lower).add_(lower)
@@ -67,44 +67,44 @@ def _rrelu(call: _Call, numbers: Source) -> tuple[Tensor, Tensor]:
     return given * slopes, slopes
 
 
-def _bernoulli(call: _Call, numbers: Source) -> Tensor:
+def _bernoulli(call: _Call, numbers: NumberSource) -> Tensor:
     chance = call.given.get("p", call.given["self"])
     if isinstance(chance, Tensor):
         return (numbers.open(call.shape, call.device) < chance).to(call.dtype)
     return numbers.below(call.shape, chance, call.device).to(call.dtype)
 
 
-def _uniform(call: _Call, numbers: Source) -> Tensor:
+def _uniform(call: _Call, numbers: NumberSource) -> Tensor:
     low, high = call.given.get("from", 0.0), call.given.get("to", 1.0)
     drawn = numbers.uniform(call.shape, call.dtype, call.device)
     return drawn if (low, high) == (0.0, 1.0) else drawn.mul_(high - low).add_(low)
 
 
-def _normal(call: _Call, numbers: Source) -> Tensor:
+def _normal(call: _Call, numbers: NumberSource) -> Tensor:
     mean, std = call.given.get("mean", 0.0), call.given.get("std", 1.0)
     result: Tensor = (numbers.normal(call.shape, call.device) * std + mean).to(call.dtype)
     return result
 
 
-def _log_normal(call: _Call, numbers: Source) -> Tensor:
+def _log_normal(call: _Call, numbers: NumberSource) -> Tensor:
     result: Tensor = (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"]).exp_().to(call.dtype)
     return result
 
 
-def _exponential(call: _Call, numbers: Source) -> Tensor:
+def _exponential(call: _Call, numbers: NumberSource) -> Tensor:
     return numbers.open(call.shape, call.device).log_().div_(-call.given["lambd"]).to(call.dtype)
 
 
-def _cauchy(call: _Call, numbers: Source) -> Tensor:
+def _cauchy(call: _Call, numbers: NumberSource) -> Tensor:
     turns = numbers.open(call.shape, call.device).sub_(0.5).mul_(math.pi)
     return turns.tan_().mul_(call.given["sigma"]).add_(call.given["median"]).to(call.dtype)
 
 
-def _geometric(call: _Call, numbers: Source) -> Tensor:
+def _geometric(call: _Call, numbers: NumberSource) -> Tensor:
     return numbers.open(call.shape, call.device).log_().div_(math.log1p(-call.given["p"])).ceil_().to(call.dtype)
 
 
-def _integers(call: _Call, numbers: Source) -> Tensor:
+def _integers(call: _Call, numbers: NumberSource) -> Tensor:
     given = call.given
     low, high = (given["from"], given["to"]) if "from" in given else (given.get("low", 0), given.get("high", given.get("to")))
     return numbers.integers(call.shape, int(low), int(high), call.device).to(_integer_dtype(call))
@@ -115,11 +115,11 @@ def _integer_dtype(call: _Call) -> torch.dtype:
     return call.given.get("dtype") or (call.dtype if "self" in call.given else torch.int64)
 
 
-def _order(call: _Call, numbers: Source) -> Tensor:
+def _order(call: _Call, numbers: NumberSource) -> Tensor:
     return numbers.open(call.shape, call.device).argsort(stable=True).to(call.given.get("dtype") or torch.int64)
 
 
-def _multinomial(call: _Call, numbers: Source) -> Tensor:
+def _multinomial(call: _Call, numbers: NumberSource) -> Tensor:
     """Return indexes: without replacement the largest of share / exponential, with it the first whose sum is above."""
     shares, count = call.given["self"].double(), call.given["num_samples"]
     if not call.given["replacement"] or count == 1:
@@ -131,7 +131,7 @@ def _multinomial(call: _Call, numbers: Source) -> Tensor:
     return torch.searchsorted(sums, drawn, right=True).clamp_(max=call.shape[-1] - 1)
 
 
-KERNELS: Mapping[str, Callable[[_Call, Source], Any]] = {
+KERNELS: Mapping[str, Callable[[_Call, NumberSource], Any]] = {
     "native_dropout": _dropout, "rrelu_with_noise": _rrelu, "rrelu_with_noise_functional": _rrelu,
     "bernoulli": _bernoulli, "bernoulli_": _bernoulli, "rand": _uniform, "rand_like": _uniform, "uniform": _uniform,
     "uniform_": _uniform, "randn": _normal, "randn_like": _normal, "normal": _normal, "normal_": _normal,
@@ -174,7 +174,7 @@ def refusal_of_draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return ""
 
 
-def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Source) -> Any:
+def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: NumberSource) -> Any:
     """Run an operation of `KERNELS` on counted numbers; it changes the tensors that torch's would change."""
     call, name = _call(op, args, kwargs), op._schema.name.removeprefix("aten::")
     drawn = KERNELS[name](call, numbers)

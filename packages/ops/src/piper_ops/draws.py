@@ -8,7 +8,7 @@ The rule, which `piper.api.reference_random` restates for plain PyTorch (docs/ra
   batch*, in row-major order. So neither the rows of a microbatch nor where a layer runs matter.
 - A number is an integer of 32 bits; `UNIFORM` and `OPEN` make a float of it.
 
-Code that was captured calls `draw`; what autograd runs as it is runs under `DrawingMode`. Both ask for the `Drawing`
+Code that was captured calls `draw`; what autograd runs as it is runs under `DrawingMode`. Both ask for the `DrawsOfCall`
 that the engine has set for the chunk by `drawing`. Without one, torch's own operations and generator serve.
 """
 
@@ -37,7 +37,7 @@ ANY_NUMBER = "#*"
 """The end of the place of a module whose draws depend on values in number, which torch's generator alone can serve."""
 
 
-class Place(Protocol):
+class DrawPlace(Protocol):
     """Describe a draw of a chunk: its place, and how many entries a row has in each dimension of what is drawn."""
 
     @property
@@ -47,7 +47,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DrawsOfCall:
     """Hold everything on which the numbers of one run of a chunk depend.
 
     Attributes:
@@ -59,7 +59,7 @@ class Drawing:
         begin: is called with the text of a place before torch's own operation draws; None where numbers are counted.
     """
 
-    draws: Sequence[Place]
+    draws: Sequence[DrawPlace]
     seed: int
     step: int
     first: int
@@ -72,14 +72,14 @@ class Drawing:
         if self.begin is not None:
             self.begin(drawn.place)
             return op(*args, **kwargs)
-        numbers = Numbers(self, drawn)
+        numbers = DrawnNumbers(self, drawn)
         return _seen(op, args, kwargs, numbers) if _watchers() else run_counted(op, args, kwargs, numbers)
 
 
 _watchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: Numbers) -> Any:
+def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: DrawnNumbers) -> Any:
     """Run a random operation under a mode that is to see torch's operation, and nothing inside of it."""
     result = op(*args, **kwargs)
     with _disable_current_modes():
@@ -90,10 +90,10 @@ def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: 
     return result
 
 
-class Numbers:
+class DrawnNumbers:
     """Give the numbers of one draw."""
 
-    def __init__(self, drawing: Drawing, drawn: Place) -> None:
+    def __init__(self, drawing: DrawsOfCall, drawn: DrawPlace) -> None:
         self._drawing, self._drawn = drawing, drawn
 
     def _key(self, stream: int) -> Key:
@@ -160,7 +160,7 @@ class Numbers:
 
 
 class _Local(threading.local):
-    drawing: Drawing | None = None
+    drawing: DrawsOfCall | None = None
 
 
 _CURRENT = _Local()
@@ -168,7 +168,7 @@ _CURRENT = _Local()
 
 
 @contextmanager
-def drawing(current: Drawing, *, opaque: bool = False) -> Iterator[None]:
+def drawing(current: DrawsOfCall, *, opaque: bool = False) -> Iterator[None]:
     """Let a chunk draw as `current` says; `opaque` is one that autograd runs as it is."""
     before, _CURRENT.drawing = _CURRENT.drawing, current
     unknown = next((d.place for d in current.draws if d.place.endswith(ANY_NUMBER)), "")
@@ -192,7 +192,7 @@ class DrawingMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, current: Drawing) -> None:
+    def __init__(self, current: DrawsOfCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._drawing, self._number = current, 0
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.auxiliary import auxiliary
-from piper_compiler.capture.averages import mark_averages
+from piper_compiler.capture.averages import averages, mark_averages
 from piper_compiler.capture.batch_loss import over_microbatches, over_whole_batch
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
@@ -29,8 +29,7 @@ from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows
 from piper_compiler.capture.own_backwards import has_own_backward
 from piper_compiler.capture.remarks import remarks
-from piper_compiler.capture.row_mixing import check_rows_apart
-from piper_compiler.capture.row_trial import PARTS
+from piper_compiler.capture.row_mixing import TRIAL_ROWS, check_opaque_rows, check_rows_apart
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_compiler.capture.shared import check_batch, check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
@@ -233,18 +232,21 @@ class _Assembly:
         return Captured(self._program(chunks), self._store, self._forward, *said, **more)
 
     def _check_rows_apart(self) -> None:
-        """Raise CaptureError for an operation of the model that combines rows of the batch."""
+        """Raise CaptureError for an operation of the model that combines rows of the batch.
+
+        What goes into buffers is said apart: by the judge, which compares with the whole batch.
+        """
         if not self._forward.of_model:
             return
-        first, second = PARTS
+        model = self._forward.of_model - {n.name for n in averages(self._forward)}
         for code, piece in self._made_of.items():
-            if not piece.opaque:
-                joints = (
-                    self._store.joint(code, first),
-                    self._store.joint(code, first + second),
-                    self._store.joint(code, second),
-                )
-                check_rows_apart(joints, self._store.recipe(code).specs, self._forward.graph, self._forward.of_model)
+            recipe = self._store.recipe(code)
+            if piece.opaque:
+                modules = [self._cut.module(piece, rows) for rows in TRIAL_ROWS]
+                check_opaque_rows(modules, recipe.specs, piece, random=self._cut.random(piece))
+            else:
+                joints = [self._store.joint(code, rows) for rows in TRIAL_ROWS]
+                check_rows_apart(joints, recipe.specs, self._forward.graph, model)
 
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""

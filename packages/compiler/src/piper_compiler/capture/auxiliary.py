@@ -24,7 +24,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, constants_of
-from piper_compiler.capture.linearity import Auxiliary, Dependence, Kind, dependence
+from piper_compiler.capture.linearity import Auxiliary, Kind, Linearity, dependence
 from piper_compiler.capture.own_backwards import own_backwards
 from piper_compiler.capture.written import LARGEST, weights_like
 from piper_ir.errors import CaptureError
@@ -51,8 +51,8 @@ def auxiliary(store: CodeStore, code: str, sums: bool) -> Auxiliary | None:
     own = next(own_backwards(recipe.cut.body(recipe.piece)), None)
     if own is None or not any(recipe.tangent_mask):
         return None
-    found = Dependence.UNKNOWN if recipe.piece.opaque else dependence(store.joint(code, ROWS))[0]
-    if found == Dependence.LINEAR:
+    found = Linearity.UNKNOWN if recipe.piece.opaque else dependence(store.joint(code, ROWS))[0]
+    if found == Linearity.LINEAR:
         return None
     made = _tried(_Trial(recipe, sums), found, line_of(own))
     if made is not None and EXPERTS in recipe.piece.region.coords:  # whose rows may come from several devices
@@ -60,14 +60,14 @@ def auxiliary(store: CodeStore, code: str, sums: bool) -> Auxiliary | None:
     return made
 
 
-def _tried(trial: _Trial, found: Dependence, line: str) -> Auxiliary | None:
+def _tried(trial: _Trial, found: Linearity, line: str) -> Auxiliary | None:
     if trial.too_large:  # an operator of a user's is taken at its word there
-        return None if found == Dependence.UNKNOWN else Auxiliary(line, "unknown")
+        return None if found == Linearity.UNKNOWN else Auxiliary(line, "unknown")
     kinds = set[Kind]()
     for integers, spread in FILLINGS:
         with suppress(CaptureError):  # an index that is none, or numbers that the model does not take
             kinds.add(trial.kind(found, integers, spread))
-    if kinds == {"linear"} and found != Dependence.AFFINE:
+    if kinds == {"linear"} and found != Linearity.AFFINE:
         return None
     kinds.discard("linear")
     return Auxiliary(line, kinds.pop() if len(kinds) == 1 else "unknown")
@@ -94,11 +94,11 @@ class _Trial:
         tokens = max([bind(spec.numel, 0) // max(1, bind(spec.shape[-1], 0)) for _, spec in given if spec.shape], default=1)
         return weights * tokens > MOST_PRODUCTS or sum(bind(spec.nbytes, 0) for _, spec in given) > LARGEST
 
-    def kind(self, found: Dependence, integers: Sequence[int], spread: float) -> Kind:
+    def kind(self, found: Linearity, integers: Sequence[int], spread: float) -> Kind:
         """Return what the whole gives beside its halves; raise CaptureError where that cannot be tried."""
         whole, halves = self._recorded(integers, spread)
         own = whole.gradients(_times(whole.likes, 0.0))
-        if found == Dependence.AFFINE or self._is_affine(whole, own):
+        if found == Linearity.AFFINE or self._is_affine(whole, own):
             return self._of_auxiliary(own, self._joined([half.gradients(_times(half.likes, 0.0)) for half in halves]))
         for scale in (1.0, *SCALES):
             coming = self._tangents(whole, halves, scale)

@@ -1,4 +1,4 @@
-"""Mark the statistics of rows that a model keeps in its buffers, where its author wants those of microbatches."""
+"""Find the statistics of rows that a model keeps in its buffers, such as running averages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from piper_compiler.capture.dynamo import Forward
 from piper_ops import STATISTICS
 
 
-def mark_averages(forward: Forward) -> None:
-    """Mark the operations that write into buffers, with the reductions over rows that they read, as statistics."""
+def averages(forward: Forward) -> set[fx.Node]:
+    """Return the operations that make new contents of buffers, with the reductions over rows that they read."""
     buffers = {n for n, origin in forward.origins.items() if origin.kind == "buffer"}
     queue = [n for n in forward.graph.nodes if (target := written(n)) is not None and owner(target) in buffers]
+    queue += [n for n in forward.rewrites.values() if not _has_rows(n)]
+    found = set[fx.Node]()
     while queue:
         node = queue.pop()
-        if STATISTICS not in node.meta:
-            node.meta[STATISTICS] = True
-            queue += [n for n in node.all_input_nodes if n.op != "placeholder" and not _has_rows(n)]
+        if node not in found and node.op != "placeholder":
+            found.add(node)
+            queue += [n for n in node.all_input_nodes if not _has_rows(n)]
+    return found
+
+
+def mark_averages(forward: Forward) -> None:
+    """Mark these operations as statistics that the job asks for, as those of batch norms are."""
+    for node in averages(forward):
+        node.meta[STATISTICS] = True
 
 
 def _has_rows(node: fx.Node) -> bool:

@@ -99,6 +99,7 @@ class Forward:
         sums: whether the loss is a sum over rows, not a mean.
         of_model: the names of the operations that make the output of the model, where each row counts by itself: the
             loss is the last to combine rows. Empty where losses of microbatches are trained.
+        own_loss: whether the model makes its loss itself.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -129,6 +130,7 @@ class Forward:
     adding: AuxiliaryForm = ""
     sums: bool = False
     of_model: frozenset[str] = frozenset()
+    own_loss: bool = False
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -294,6 +296,7 @@ class _Calls:
             notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
             norms=norms,
             metrics=metric_nodes(found, recorder.node_of),
+            own_loss=self.loss is None,
         )
 
     def trace_again(self) -> Forward:

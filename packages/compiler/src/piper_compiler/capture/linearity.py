@@ -20,7 +20,7 @@ from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import Joint
 
 
-class Dependence(IntEnum):
+class Linearity(IntEnum):
     """Say how a value depends on the gradients that come in; of two, the greater one is the worse.
 
     A zero is a constant that adds nothing. `AFFINE` is linear with a constant added, `UNKNOWN` an operator of which
@@ -53,7 +53,7 @@ class Auxiliary:
     trained: bool = False
 
 
-ZERO, CONSTANT, LINEAR, AFFINE, UNKNOWN, OTHER = Dependence
+ZERO, CONSTANT, LINEAR, AFFINE, UNKNOWN, OTHER = Linearity
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero"})
 _ADDED = (
@@ -78,9 +78,9 @@ GRADIENTS = ("grad", "tangent", "dy", "dout")
 OURS = ("aten", "prims", "piper")
 
 
-def dependence(joint: Joint) -> tuple[Dependence, fx.Node | None]:
+def dependence(joint: Joint) -> tuple[Linearity, fx.Node | None]:
     """Return how the gradients that a chunk makes depend on those it gets, and the first node that makes it so."""
-    kinds: dict[fx.Node, Dependence] = dict.fromkeys(joint.tangents.values(), LINEAR)
+    kinds: dict[fx.Node, Linearity] = dict.fromkeys(joint.tangents.values(), LINEAR)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             kinds[node] = _made(node, kinds)
@@ -94,14 +94,14 @@ def dependence(joint: Joint) -> tuple[Dependence, fx.Node | None]:
     return worst, culprit
 
 
-def _origin(node: fx.Node, kinds: Mapping[fx.Node, Dependence]) -> fx.Node:
+def _origin(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> fx.Node:
     """Return the first node behind a gradient that is as bad as it is."""
     while before := next((n for n in node.all_input_nodes if kinds[n] == kinds[node] != CONSTANT), None):
         node = before
     return node
 
 
-def _made(node: fx.Node, kinds: Mapping[fx.Node, Dependence]) -> Dependence:
+def _made(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> Linearity:
     given = [kinds[n] for n in node.all_input_nodes]
     if node.target is operator.getitem:
         return given[0]
@@ -115,7 +115,7 @@ def _made(node: fx.Node, kinds: Mapping[fx.Node, Dependence]) -> Dependence:
     return _of_op(node, name, kinds)
 
 
-def _is_zero(node: fx.Node, name: str, given: Iterable[Dependence]) -> bool:
+def _is_zero(node: fx.Node, name: str, given: Iterable[Linearity]) -> bool:
     fills = name in ("full", "full_like", "new_full", "scalar_tensor")
     if name in ZEROS or (fills and next((a for a in reversed(node.args) if isinstance(a, int | float)), 1) == 0):
         return True
@@ -123,7 +123,7 @@ def _is_zero(node: fx.Node, name: str, given: Iterable[Dependence]) -> bool:
     return keeps and all(kind == ZERO for kind in given)
 
 
-def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Dependence]) -> Dependence:
+def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Linearity:
     """Return the dependence of an operation of which at least one tensor depends on gradients that come in."""
     target: Any = node.target
     named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
@@ -147,7 +147,7 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Dependence]) -> Dep
     return OTHER
 
 
-def _sum(node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Dependence]) -> Dependence:
+def _sum(node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]) -> Linearity:
     """Return the dependence of a sum, a copy or a choice between tensors: not of conditions, indexes and masks."""
     chosen = {"condition", "index", "indices", "mask", "dim"}
     if varying & chosen:
@@ -159,12 +159,12 @@ def _sum(node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapp
     return _added([*terms, *(CONSTANT for number in numbers if number != 0)])
 
 
-def _added(terms: Iterable[Dependence]) -> Dependence:
+def _added(terms: Iterable[Linearity]) -> Linearity:
     kinds = {kind for kind in terms if kind != ZERO}
     return AFFINE if kinds == {CONSTANT, LINEAR} else max(kinds, default=ZERO)
 
 
-def _product(factors: Iterable[Dependence]) -> Dependence:
+def _product(factors: Iterable[Linearity]) -> Linearity:
     given = list(factors)
     varying = [kind for kind in given if kind > CONSTANT]
     if ZERO in given:
@@ -183,7 +183,7 @@ def _nodes(value: Any) -> list[fx.Node]:
     return found
 
 
-def _kinds(value: Any, kinds: Mapping[fx.Node, Dependence]) -> list[Dependence]:
+def _kinds(value: Any, kinds: Mapping[fx.Node, Linearity]) -> list[Linearity]:
     """Return the dependence of the floating-point tensors of an argument; integers are never zero gradients."""
     return [kinds[n] for n in _nodes(value) if _floating(n)]
 

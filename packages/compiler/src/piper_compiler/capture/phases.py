@@ -106,13 +106,12 @@ def _forward(
         return {"F": keeping.finish()}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     given = {n: s for n, s in keeping.placed.items() if n not in dropped and not (hands_on and s.port.startswith("out"))}
-    again = made_again([*dropped, *(joint.outputs if hands_on else ())], given, body, rank)
+    again = made_again([*dropped, *(joint.outputs if hands_on else ())], given)
     r = StepBuilder(joint, rank, again.body, {**placed, **given})
     r.write((f"out{k}", n) for k, n in enumerate(joint.outputs if hands_on else ()))
     r.write_again(dropped)
     kept = {n: s for n, s in saved.items() if n not in dropped}
-    drawn = [n for n in body if is_random(n)]  # as without the policy, so that the same numbers are drawn
-    f = StepBuilder(joint, rank, {n for n in ancestors([*joint.outputs, *kept, *drawn]) if n in body}, placed)
+    f = StepBuilder(joint, rank, {n for n in ancestors([*joint.outputs, *kept]) if n in body}, placed)
     f.write((f"out{k}", n) for k, n in enumerate(joint.outputs))
     f.write_again(kept)
     return {"F": f.finish(), "R": r.finish()}

@@ -9,8 +9,7 @@ Of the tensors that backward needs, F keeps those that the policy names:
     mm+softmax   results of these ops
 
 R makes the others, from inputs, from what is kept and from outputs. With a "!" behind the policy it makes the outputs
-again as well, so that they need not be kept for the R of a later chunk. It draws random numbers in the state in which F
-began. So it draws all that F draws before the last numbers that it needs, in F's order.
+again as well, so that they need not be kept for the R of a later chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import fx
 
 from piper_compiler.capture import aliasing
-from piper_compiler.capture.closures import Closure, close, is_random
+from piper_compiler.capture.closures import Closure, close
 from piper_compiler.capture.kernels import launched
 
 POLICIES: Mapping[str, frozenset[str]] = {
@@ -42,16 +41,9 @@ def keeps(policy: str, node: fx.Node) -> bool:
     return kernel.kind in kinds or (kernel.op in MERGES and "attention" in kinds)
 
 
-def made_again(
-    wanted: Iterable[fx.Node], given: Collection[fx.Node], forward: Iterable[fx.Node], rank: Mapping[fx.Node, int]
-) -> Closure:
-    """Return what R computes for `wanted`, and what it reads.
+def made_again(wanted: Iterable[fx.Node], given: Collection[fx.Node]) -> Closure:
+    """Return what R computes for `wanted`, and what it reads; `given` are nodes that it need not compute.
 
-    `given` are nodes of the forward that R need not compute. Of the random ops of the `forward` it computes all that
-    stand before the last one that it needs.
+    A random op draws the same numbers again, whatever else is drawn: they depend on its place (docs/random_numbers.md).
     """
-    targets = list(wanted)
-    random = [n for n in forward if is_random(n)]
-    needed = close(targets, lambda n: n not in given).body
-    last = max([rank[n] for n in random if n in needed], default=-1)
-    return close([*targets, *[n for n in random if rank[n] < last]], lambda n: n not in given)
+    return close(wanted, lambda n: n not in given)

@@ -15,9 +15,10 @@ from torch import Tensor, fx
 
 from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.cut import Piece
 from piper_compiler.capture.draws import origin_of
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
-from piper_compiler.capture.row_trial import PARTS, RowTrial
+from piper_compiler.capture.row_trial import PARTS, RowTrial, opaque_same
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
 from piper_ir.sizes import TensorSpec
@@ -25,6 +26,8 @@ from piper_ops import STATISTICS, is_draw
 
 aten = torch.ops.aten
 WHOLE_ROWS = sum(PARTS)
+TRIAL_ROWS = (PARTS[0], WHOLE_ROWS, PARTS[1])
+"""The numbers of rows at which a chunk is looked at: a part, the whole, and the other part."""
 NUMBERS = frozenset({aten.arange.start_step, aten.arange.start, aten.arange.default, aten.linspace.default, aten.eye.m})
 """The ops whose results number the elements of a dimension."""
 LIKE = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like"})
@@ -41,13 +44,11 @@ ROUTING = frozenset(
 """The ops of which mixtures of experts sort tokens and put them back; of a chunk too large to try they are taken for that."""
 
 
-def check_rows_apart(
-    joints: tuple[Joint, Joint, Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]
-) -> None:
+def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]) -> None:
     """Raise CaptureError, with the user's line, for an operation of a chunk's forward that combines rows.
 
     Args:
-        joints: the chunk with the rows of the first part, of all, and of the second part.
+        joints: the chunk at each of TRIAL_ROWS.
         specs: its inputs, affine in the rows.
         captured: the graph of the whole model and its loss.
         model: the names of its operations that make the output of the model; others belong to the loss.
@@ -71,12 +72,27 @@ def check_rows_apart(
     apart = None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
     if apart or (apart is None and all(n in unknown or n.target in ROUTING for n in found)):
         return
-    raise CaptureError(
-        f"{line_of(named[origin_of(found[0])])}: combines rows of the batch, or numbers them: a microbatch has only some of the "
-        "rows, so that the model would compute other values for each plan. Accepted are operations in which each row counts by "
-        "itself; let one row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number as a tensor of "
-        'the batch. Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, where rows are '
-        "combined within each microbatch"
+    raise _refused(named[origin_of(found[0])])
+
+
+def check_opaque_rows(modules: Sequence[fx.GraphModule], specs: Sequence[TensorSpec], piece: Piece, *, random: bool) -> None:
+    """Raise CaptureError for an opaque region that computes other values for all rows than for parts of them.
+
+    `modules` are its forward at each of TRIAL_ROWS. One that draws, or cannot run on random numbers, is believed.
+    """
+    values = [r.kind == "value" for r in piece.results if not r.changed]
+    kinds = [slot.kind for slot in piece.slots]
+    if not random and opaque_same(modules, specs, kinds, values) is False:
+        raise _refused(piece.region.nodes[0])
+
+
+def _refused(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"{line_of(node)}: combines rows of the batch, or numbers them: a microbatch has only some of the rows, so that the "
+        "model would compute other values for each plan. Accepted are operations in which each row counts by itself; let one "
+        "row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number as a tensor of the batch. "
+        'Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, where rows are combined within '
+        "each microbatch"
     )
 
 
@@ -110,7 +126,7 @@ def _tensors(node: fx.Node) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowsInDim:
     """Say where the rows lie in a dimension of [outer, rows, inner] steps."""
 
     dim: int
@@ -172,7 +188,7 @@ class _Rows:
             for dim, place in enumerate(places)
         )
 
-    def parts(self, key: TensorKey) -> Part | None:
+    def parts(self, key: TensorKey) -> RowsInDim | None:
         """Return where the rows lie in a tensor; None where it has none."""
         dims = self._varying.get(key, ())
         if not dims:
@@ -180,9 +196,9 @@ class _Rows:
         outer = 1
         for index in self.indexes.tensors[key][dims[0]]:
             if index.size % WHOLE_ROWS == 0 and (index in self._rows or index.size == WHOLE_ROWS):
-                return Part(dims[0], outer)
+                return RowsInDim(dims[0], outer)
             outer *= index.size
-        return Part(dims[0], 1)
+        return RowsInDim(dims[0], 1)
 
 
 def _only_shape(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, fx
 from piper_compiler.capture import _torch
 from piper_compiler.capture.layouts.indexes import TensorKey, key_of
 from piper_compiler.capture.stepgraph import Joint
+from piper_ir.sizes import TensorSpec, bind
 from piper_ops import is_draw
 
 if TYPE_CHECKING:
-    from piper_compiler.capture.row_mixing import Part
+    from piper_compiler.capture.row_mixing import RowsInDim
 
 PARTS = (3, 2)
 """The rows of the two parts."""
@@ -34,9 +36,7 @@ class RowTrial:
     `parts` says where rows lie in a tensor of the whole, and `asked` are the nodes of the whole that are compared.
     """
 
-    def __init__(
-        self, joints: tuple[Joint, Joint, Joint], parts: Callable[[TensorKey], Part | None], asked: Sequence[fx.Node]
-    ) -> None:
+    def __init__(self, joints: Sequence[Joint], parts: Callable[[TensorKey], RowsInDim | None], asked: Sequence[fx.Node]) -> None:
         self._first, self._whole, self._second = joints
         self._parts, self._asked = parts, asked
 
@@ -121,3 +121,56 @@ def _near(a: Tensor, b: Tensor) -> bool:
         return bool((a == b).all())
     close = CLOSE.get(a.dtype, 0.03)
     return bool(torch.allclose(a.double(), b.double(), rtol=close, atol=close, equal_nan=True))
+
+
+def opaque_same(
+    modules: Sequence[fx.GraphModule], specs: Sequence[TensorSpec], kinds: Sequence[str], values: Sequence[bool]
+) -> bool | None:
+    """Return whether an opaque region computes of parts what it computes of all rows; None where that cannot be tried.
+
+    `values` says which results are values of the model: others, such as a loss, are made of all rows.
+    """
+    first, whole, second = modules
+    rows = sum(PARTS)
+    shapes = [tuple(bind(d, rows) for d in spec.shape) for spec in specs]
+    if sum(prod(shape) for shape in shapes) > MOST:
+        return None
+    try:
+        for seed in SEEDS:
+            generator = torch.Generator().manual_seed(seed)
+            likes = [
+                torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta") for s, spec in zip(shapes, specs, strict=True)
+            ]
+            given = [_random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)]
+            wanted = _called(whole, given)
+            found = [
+                _called(m, [_rows_of(t, s, k) for t, s in zip(given, specs, strict=True)]) for k, m in enumerate((first, second))
+            ]
+            compared = [(w, a, b) for w, a, b, value in zip(wanted, *found, values, strict=True) if value]
+            if not all(_joins(*each) for each in compared):
+                return False
+    except (*_torch.RUN_ERRORS, KeyError):
+        return None
+    return True
+
+
+def _called(module: fx.GraphModule, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        made = module(*(t.clone().requires_grad_(t.is_floating_point()) for t in given))
+    return tuple(t.detach() for t in made)
+
+
+def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:
+    """Return a part of the rows, which are outermost in the dimension that grows with them."""
+    for dim, size in enumerate(spec.shape):
+        if bind(size, 1) != bind(size, 2):
+            return tensor.unflatten(dim, (sum(PARTS), -1)).split(PARTS, dim)[number].flatten(dim, dim + 1)
+    return tensor
+
+
+def _joins(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Return whether two results, one behind the other where they differ in size, are the third."""
+    dims = [d for d, (a, b) in enumerate(zip(whole.shape, first.shape, strict=True)) if a != b]
+    if not dims:
+        return _near(whole, first) and _near(whole, second)
+    return _near(whole, torch.cat([first, second], dims[0]))

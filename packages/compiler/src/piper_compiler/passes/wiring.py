@@ -19,10 +19,10 @@ from piper_ir.plan import Plan
 from piper_ir.program import Chunk
 from piper_ir.verify import check_joined
 
-Axes = frozenset[str]
-Term = tuple[str, Axes, Axes]
+AxisNames = frozenset[str]
+SummedValue = tuple[str, AxisNames, AxisNames]
 """A value, the axes over which it is summed, and those along which it was exchanged with experts."""
-NOWHERE: Axes = frozenset()
+NOWHERE: AxisNames = frozenset()
 ADVICE = "This is a defect of Piper, or of a directive of your own; please report it, with the strategy. Others may be right"
 
 
@@ -61,16 +61,16 @@ class _Values:
 
     def __init__(self, graph: Graph, mbs: Mbs) -> None:
         self._graph, self._mbs = graph, mbs
-        self._known: dict[str, Counter[Term]] = {}
+        self._known: dict[str, Counter[SummedValue]] = {}
 
-    def terms(self, value: str) -> Counter[Term]:
+    def terms(self, value: str) -> Counter[SummedValue]:
         """Return of what a value is the sum."""
         found = self._known.get(value)
         if found is None:
             found = self._known[value] = self._terms(value)
         return found
 
-    def _terms(self, value: str) -> Counter[Term]:
+    def _terms(self, value: str) -> Counter[SummedValue]:
         node = next((node for node, _ in self._graph.writers_of(value, self._mbs)), None)
         match None if node is None else node.op:
             case Recv():
@@ -96,10 +96,10 @@ class _Asked:
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._tangents = graph, _tangents(graph)
-        self._known: dict[Compute, tuple[tuple[str, Counter[Term]], ...]] = {}
+        self._known: dict[Compute, tuple[tuple[str, Counter[SummedValue]], ...]] = {}
         self._trades = {c.id: c.trades for c in graph.program.chunks}
 
-    def of(self, op: Compute) -> tuple[tuple[str, Counter[Term]], ...]:
+    def of(self, op: Compute) -> tuple[tuple[str, Counter[SummedValue]], ...]:
         """Return the ports whose values a step reads, in order, each with the terms that it asks for."""
         found = self._known.get(op)
         if found is None:
@@ -108,7 +108,7 @@ class _Asked:
             found = self._known[op] = tuple((port, Counter(self._terms(chunk, port))) for port in ports)
         return found
 
-    def _terms(self, chunk: Chunk, port: str) -> Iterator[Term]:
+    def _terms(self, chunk: Chunk, port: str) -> Iterator[SummedValue]:
         value = port_value(chunk, port)
         if port.startswith("in") and chunk.inputs[int(port[2:])].kind == "value":
             yield self._term(chunk, value)
@@ -117,7 +117,7 @@ class _Asked:
         else:
             yield value, NOWHERE, NOWHERE
 
-    def _term(self, reader: Chunk, value: str) -> Term:
+    def _term(self, reader: Chunk, value: str) -> SummedValue:
         """Return a value of another chunk as its reader sees it.
 
         It is summed up, or exchanged if one of the two is of experts.
@@ -141,7 +141,7 @@ def _tangents(graph: Graph) -> dict[str, list[str]]:
     return found
 
 
-def _named(terms: Counter[Term]) -> str:
+def _named(terms: Counter[SummedValue]) -> str:
     shown = [_name(*term) + f" {count} times" * (count > 1) for term, count in sorted(terms.items(), key=lambda t: t[0][0])]
     return " + ".join(shown) or "nothing"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,5 +38,6 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def let_go(lock: FileLock) -> None:
     """Remove the file of a lock that is held, and let others have it; they make a new file."""
     if lock.is_locked:
-        Path(lock.lock_file).unlink(missing_ok=True)
+        with suppress(NotADirectoryError):  # the folder may have gone, and something else be in its place
+            Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()

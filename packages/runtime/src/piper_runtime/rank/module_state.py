@@ -19,7 +19,7 @@ from typing import Any
 from piper_ir.errors import JobError
 from piper_runtime.rank.code_names import Import, cells, full_name, home_of, is_foreign, names_in
 from piper_runtime.rank.own_writes import names_of_the_process, names_written
-from piper_runtime.rank.value_leaves import Leaf, Leaves, leaves_of
+from piper_runtime.rank.value_leaves import Leaf, LeavesByPath, leaves_of
 
 MOST_OBJECTS = 50_000
 """The most objects that are gone through; what lies behind them is not compared."""
@@ -46,7 +46,7 @@ class ModuleState:
             object, "(name)" of a function around them.
     """
 
-    variables: Mapping[tuple[str, str], Leaves] = field(default_factory=dict)
+    variables: Mapping[tuple[str, str], LeavesByPath] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ def _is_written(path: str, written: Set[str]) -> bool:
     return first in written or any(f".{name}" in written for name in attributes)
 
 
-def _leaves_here(module: str, path: str, written: Set[str]) -> Leaves:
+def _leaves_here(module: str, path: str, written: Set[str]) -> LeavesByPath:
     """Return the leaves of a variable of a module; none of one that is not there."""
     if module not in sys.modules:
         importlib.import_module(module)

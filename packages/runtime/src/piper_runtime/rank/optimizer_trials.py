@@ -48,7 +48,10 @@ def by_elements(optimizer: Optimizer, make: Make) -> bool:
     """Return whether an optimizer that no fused kernel runs can run on pieces of buckets.
 
     One that was declared can, and one of torch's whose steps on parts of a tensor are the parts of steps on the whole.
+    One that has loaded state keeps it: it is a state of whole parameters.
     """
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad begins with one, of step 0
+        return False
     if declared_elementwise(optimizer):
         return True
     return type(optimizer) in TRIED and next(_groups_on_wholes(make), None) is None

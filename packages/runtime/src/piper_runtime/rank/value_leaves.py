@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
     digest: str
 
 
-Leaves = dict[str, Leaf]
+LeavesByPath = dict[str, Leaf]
 """The type of leaves by path in the value, such as "[key].attribute"."""
 MOST_DEPTH, MOST_LEAVES = 8, 2000
 """The depth and the number of the leaves of one value; those beyond are not compared."""
@@ -51,7 +51,7 @@ _PLAIN = (
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
 
 
-def leaves_of(value: object, written: Set[str] = frozenset()) -> Leaves:
+def leaves_of(value: object, written: Set[str] = frozenset()) -> LeavesByPath:
     """Return the leaves of a value, without attributes that have a name in `written`."""
     return dict(islice(_leaves(value, "", written, ()), MOST_LEAVES))
 

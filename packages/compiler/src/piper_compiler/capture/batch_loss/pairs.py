@@ -110,7 +110,7 @@ def _count(build: Builder, target: fx.Node, ignored: int, weight: fx.Node | None
     return build.method("sum", build.method("mul", build.method("squeeze", of_targets, -1), counted))
 
 
-class Pair:
+class WrittenPair:
     """Write the numerator of a loss whose terms have one divisor, and that divisor as its weight.
 
     Constants in the loss, such as a penalty of the weights, are multiplied by the divisor.

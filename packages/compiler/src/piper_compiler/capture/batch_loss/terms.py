@@ -45,7 +45,7 @@ EXTREMES = BENT | {"any", "all", "argmax", "argmin", "aminmax", "median", "nanme
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """Describe one part of a value that is a sum of parts."""
 
     base: Base
@@ -68,14 +68,14 @@ class Dependence:
     rows: bool = False
     model: bool = False
     grad: bool = False
-    terms: frozenset[Term] | None = frozenset()
+    terms: frozenset[LossTerm] | None = frozenset()
     divisor: Divisor = None
     mixed: fx.Node | None = None
 
     @property
     def constant(self) -> bool:
         """Return whether it is the same in every microbatch."""
-        return not self.rows and self.terms is not None and all(t == Term("constant") for t in self.terms)
+        return not self.rows and self.terms is not None and all(t == LossTerm("constant") for t in self.terms)
 
     @property
     def plain(self) -> Base | None:
@@ -86,16 +86,16 @@ class Dependence:
         return term.base if term.divisor is None and term.base != "constant" else None
 
 
-CONSTANT = Dependence(terms=frozenset({Term("constant")}))
+CONSTANT = Dependence(terms=frozenset({LossTerm("constant")}))
 
 
 @dataclass
 class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
-    `tail` has the nodes behind the last use of a parameter that has rows, and behind backwards of users; what comes
-    before counts as the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes an
-    extreme of the batch.
+    `tail` has the nodes behind the last use of a parameter that has rows, behind backwards of users, and behind all of
+    a model that has its loss beside it; what comes before counts as the model's. `bent` is the first that bends a sum or
+    mean over rows, as `clamp` does, or takes an extreme of the batch.
     """
 
     forward: Forward
@@ -106,7 +106,9 @@ class Dependences:
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
         own = {*own_backwards(wanted), *(n for n in wanted if _is_of_layers(n) or STATISTICS in n.meta)}
-        before = ancestors(n for n in wanted if n in own or (_has_rows(n) and self._uses_parameter(n)))
+        before = ancestors(
+            n for n in wanted if n in own or (_has_rows(n) and (self._uses_parameter(n) or self._of_model_code(n)))
+        )
         for node in self.forward.graph.nodes:
             if node not in wanted:
                 continue
@@ -129,6 +131,12 @@ class Dependences:
     def _uses_parameter(self, node: fx.Node) -> bool:
         kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]
         return any(o.kind == "param" or o.name in self.forward.rewrites for o in kinds) or node.op == "call_module"
+
+    def _of_model_code(self, node: fx.Node) -> bool:
+        """Return whether an operation stands in a module of the model, and the loss does not."""
+        if self.forward.own_loss:
+            return False
+        return any(key.split("@")[0] in self.forward.modules for key in node.meta.get("nn_module_stack") or {})
 
     def _random(self, node: fx.Node) -> bool:
         return isinstance(node.target, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
@@ -215,8 +223,8 @@ class Dependences:
         if how == "classes":
             if divisors:
                 return replace(base, terms=None, mixed=node)
-            return replace(base, terms=frozenset({Term("sum", node)}))
-        return replace(base, terms=frozenset({Term(how, next(iter(divisors), None))}))
+            return replace(base, terms=frozenset({LossTerm("sum", node)}))
+        return replace(base, terms=frozenset({LossTerm(how, next(iter(divisors), None))}))
 
     def _of_rows(self, node: fx.Node, inputs: Collection[Dependence], base: Dependence) -> Dependence:
         """Return the dependence of a value with rows."""
@@ -271,7 +279,7 @@ class Dependences:
             return replace(base, terms=next(d.terms for d in inputs if not d.constant))
         if name in ("add", "sub", *JOINED):
             numbers = name in ("add", "sub") and any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
-            return replace(base, terms=frozenset().union(*terms, [Term("constant")] if numbers else []))
+            return replace(base, terms=frozenset().union(*terms, [LossTerm("constant")] if numbers else []))
         if name == "where" and node.op == "call_function" and len(node.args) == 3:
             return self._chosen(node, base, spoiled)
         if name == "mul":
@@ -296,7 +304,7 @@ class Dependences:
         condition, *values = node.args
         if not isinstance(condition, fx.Node) or self.of[condition].model:
             return spoiled
-        terms = set[Term]()
+        terms = set[LossTerm]()
         for value in values:
             found = self.of[value] if isinstance(value, fx.Node) else CONSTANT if value != 0 else Dependence()
             over = self._over(found, "batch", base, spoiled)
@@ -312,17 +320,17 @@ class Dependences:
             return replace(spoiled, mixed=under.mixed or spoiled.mixed)
         if _size_of_rows(by):
             # a sum over the rows divided by their number (times anything that is constant) is a mean
-            if over.terms is not None and all(t == Term("sum") for t in over.terms) and _multiple_of_rows(by):
-                return replace(base, terms=frozenset({Term("mean")}))
+            if over.terms is not None and all(t == LossTerm("sum") for t in over.terms) and _multiple_of_rows(by):
+                return replace(base, terms=frozenset({LossTerm("mean")}))
             return spoiled
-        if under.plain is not None and over.terms is not None and all(t == Term(under.plain) for t in over.terms):
-            return replace(base, terms=frozenset({Term(under.plain, by)}))
+        if under.plain is not None and over.terms is not None and all(t == LossTerm(under.plain) for t in over.terms):
+            return replace(base, terms=frozenset({LossTerm(under.plain, by)}))
         return spoiled if under.model else self._over(over, "batch", base, spoiled)
 
     def _over(self, over: Dependence, divisor: Divisor, base: Dependence, spoiled: Dependence) -> Dependence:
         if over.terms is None or any(t.divisor not in (None, divisor) for t in over.terms):
             return spoiled
-        return replace(base, terms=frozenset(Term(t.base, divisor) for t in over.terms))
+        return replace(base, terms=frozenset(LossTerm(t.base, divisor) for t in over.terms))
 
     def _of_batch(self, node: fx.Node, inputs: list[Dependence], base: Dependence) -> Dependence:
         """Return the dependence of a number that the batch alone decides.
@@ -339,8 +347,8 @@ class Dependences:
         same |= name in ("add", "sub") and len(changing) == len(inputs) and not numbers
         same |= (name == "mul" and len(changing) == 1) or (name == "div" and len(changing) == 1 and _first_changes(node, self.of))
         if same and len(kinds) == 1 and None not in kinds:
-            return replace(base, terms=frozenset({Term(changing[0].plain or "sum")}))
-        return replace(base, terms=frozenset({Term("sum", "batch")}))
+            return replace(base, terms=frozenset({LossTerm(changing[0].plain or "sum")}))
+        return replace(base, terms=frozenset({LossTerm("sum", "batch")}))
 
 
 def _first_changes(node: fx.Node, of: Mapping[fx.Node, Dependence]) -> bool:
@@ -381,7 +389,7 @@ def _size_of_rows(node: fx.Node) -> bool:
 
 def _size(node: fx.Node) -> Dependence:
     """Return the dependence of a number that is a size of the batch: multiples of the rows add up."""
-    return Dependence(terms=frozenset({Term("sum", None if _multiple_of_rows(node) else "batch")}))
+    return Dependence(terms=frozenset({LossTerm("sum", None if _multiple_of_rows(node) else "batch")}))
 
 
 def _multiple_of_rows(node: fx.Node) -> bool:

@@ -56,7 +56,7 @@ FILLINGS = (Filling(0), Filling(1, integers=5), Filling(2, integers=5, spread=1.
 
 
 @dataclass(frozen=True)
-class Results:
+class TrialResults:
     """Hold the values of some rows, and the gradients of these values.
 
     Attributes:
@@ -68,7 +68,7 @@ class Results:
     gradients: tuple[tuple[Tensor, ...], ...]
 
 
-class Trial:
+class LossTrial:
     """Run the tail of a graph, from the last use of a parameter to the loss, on random numbers.
 
     Integers are small, and -100 among targets. `possible` says whether the tail is small enough, and its rows can be
@@ -171,7 +171,7 @@ class Trial:
         except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
 
-    def _equal(self, made: Forward, parts: Sequence[Results], wanted: Results) -> bool | None:
+    def _equal(self, made: Forward, parts: Sequence[TrialResults], wanted: TrialResults) -> bool | None:
         share = {"mean": 1 / PARTS, "total": 1.0}.get(made.loss_kind) or 1 / sum(p.values[1] for p in parts)
         close = self._close
         value = sum(p.values[0] for p in parts) * share
@@ -228,11 +228,11 @@ class Trial:
             return value.unflatten(dim, (-1, ROWS)).chunk(PARTS, dim + 1)[k].flatten(dim, dim + 1)
         return value if dim is None or dim < 0 else value.chunk(PARTS, dim)[k]
 
-    def _run(self, asked: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], rows: int) -> Results:
+    def _run(self, asked: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], rows: int) -> TrialResults:
         leaves = {n: v.clone().requires_grad_(_trained(n)) for n, v in values.items()}
         results = self._evaluated(asked, leaves, rows)
         trained = [v for v in leaves.values() if v.requires_grad]
-        return Results(tuple(float(r.detach()) for r in results), tuple(self._gradients(r, trained) for r in results))
+        return TrialResults(tuple(float(r.detach()) for r in results), tuple(self._gradients(r, trained) for r in results))
 
     def _evaluated(self, asked: Sequence[fx.Node], leaves: Mapping[fx.Node, Tensor], rows: int) -> list[Tensor]:
         """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not."""

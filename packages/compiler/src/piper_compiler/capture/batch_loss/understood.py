@@ -9,13 +9,14 @@ from typing import get_args
 import torch
 from torch import fx
 
-from piper_compiler.capture.batch_loss.pairs import Pair, same_values, write_divisions
+from piper_compiler.capture.batch_loss.pairs import WrittenPair, same_values, write_divisions
 from piper_compiler.capture.batch_loss.terms import Dependences
 from piper_compiler.capture.batch_loss.totals import Totals
-from piper_compiler.capture.batch_loss.trial import Trial
+from piper_compiler.capture.batch_loss.trial import LossTrial
 from piper_compiler.capture.batch_loss.writers import writes
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
+from piper_compiler.capture.rowpairs import compares_rows
 from piper_ir.errors import CaptureError
 from piper_ir.program import LossKind
 from piper_ops import Builder, Examples
@@ -46,14 +47,15 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     before, found = set(forward.graph.nodes), Dependences(forward)
     forward = replace(forward, of_model=found.of_model)
     if found.bent is not None:
-        raise _refused(found.bent, BENT_REASON)
+        raise compares_rows(forward.graph.nodes) or _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed
     if mixed is not None or found.of[forward.loss].terms is None:
         return _beside(_by_trial(forward, found), adding)
     made = _written(forward, found, undivided=bool(adding))
-    trial = Trial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")])
+    trial = LossTrial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")])
     if trial.adds_up(made, forward.loss) is False:
-        raise _refused(forward.loss, "the loss is not the sum over its rows that it seems to be")
+        reason = "the loss is not the sum over its rows that it seems to be"
+        raise compares_rows(forward.graph.nodes) or _refused(forward.loss, reason)
     return _beside(made, adding)
 
 
@@ -106,7 +108,7 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
     alone = all(t.divisor is not None or t.base == "constant" for t in terms)
     changed = any(writes(n) for n in found.tail)
     if alone and not undivided and len(nodes) == len(divisors) and same_values(nodes, changed=changed):
-        total, weight = Pair(forward, found.of, nodes).written()
+        total, weight = WrittenPair(forward, found.of, nodes).written()
         return replace(forward, loss=total, weight=weight, loss_kind="sum")
     if any(found.of[d].model for d in nodes):
         raise _refused(forward.loss, "the loss divides by a number that the model makes, and has other terms beside")
@@ -115,12 +117,13 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
 
 def _by_trial(forward: Forward, found: Dependences) -> Forward:
     """Return the graph of a loss that is a mean or a sum by its numbers; refuse another one by name."""
-    trial, kinds = Trial(forward, found.tail), get_args(LossKind)
+    trial, kinds = LossTrial(forward, found.tail), get_args(LossKind)
     for kind in kinds[0], kinds[-1]:
         if trial.adds_up(made := replace(forward, loss_kind=kind), forward.loss):
             return made
     where = found.of[forward.loss].mixed or forward.loss
-    raise _refused(where, "combines rows of the batch, so that the loss is neither a sum nor a mean over rows")
+    reason = "combines rows of the batch, so that the loss is neither a sum nor a mean over rows"
+    raise compares_rows(forward.graph.nodes) or _refused(where, reason)
 
 
 def _refused(node: fx.Node, reason: str) -> CaptureError:
