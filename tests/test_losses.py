@@ -14,7 +14,7 @@ from torch import Tensor
 import piper
 from piper.api.verification import verify_strategy
 from piper_ir.errors import CaptureError
-from tests import losses, parity
+from tests import backward_faults, loss_faults, losses, parity
 
 STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     "pp": ({"pp": 2}, piper.recipes.one_f_one_b(pp=2, microbatches=4)),
@@ -60,6 +60,19 @@ def test_a_loss_trains_the_whole_batch_or_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if losses.LOSSES[n][0] != "refused"])
 def test_a_loss_under_every_kind_of_plan(name: str, way: str) -> None:
     assert check(job(losses.LOSSES[name][1]), way) == losses.LOSSES[name][0]
+
+
+@pytest.mark.parametrize(("name", "fault"), [
+    ("cross_entropy with ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
+    ("cross_entropy with class weights", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -100, None))),
+    ("cross_entropy plus a mean over all", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, 0, None))),
+    ("cross_entropy with another ignore_index", loss_faults.ignoring(lambda _: -100)),
+    ("cross_entropy, all targets count", loss_faults.ignoring(lambda _: 2)),
+], ids=["ignored targets", "class weights", "in totals", "given, not read", "read, not given"])  # fmt: skip
+def test_a_wrong_count_is_found_when_a_loss_is_compiled(name: str, fault: Any) -> None:
+    """The trial compares with the user's own loss, not with one that divides by the same wrong count."""
+    with fault, backward_faults.nothing_kept(), pytest.raises(CaptureError, match="not the sum over its rows that it seems"):
+        check(job(losses.LOSSES[name][1]), "pp")
 
 
 def test_the_table_of_losses_is_this_one() -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from piper_compiler.capture.batch_loss.pairs import Pair, same_values, write_divisions
 from piper_compiler.capture.batch_loss.terms import Dependences
 from piper_compiler.capture.batch_loss.totals import Totals
-from piper_compiler.capture.batch_loss.trial import Trial
+from piper_compiler.capture.batch_loss.trial import Original, Trial
 from piper_compiler.capture.batch_loss.writers import writes
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
@@ -42,16 +42,17 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
         if not adding:
             return replace(forward, loss_kind="sum", sums=True)
         forward = _divided(forward)
+    original = Original.of(forward)
     forward = write_divisions(forward)
     before, found = set(forward.graph.nodes), Dependences(forward)
     if found.bent is not None:
         raise _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed
     if mixed is not None or found.of[forward.loss].terms is None:
-        return _beside(_by_trial(forward, found), adding)
+        return _beside(_by_trial(forward, found, original), adding)
     made = _written(forward, found, undivided=bool(adding))
-    trial = Trial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")])
-    if trial.adds_up(made, forward.loss) is False:
+    trial = Trial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")], original)
+    if trial.adds_up(made) is False:
         raise _refused(forward.loss, "the loss is not the sum over its rows that it seems to be")
     return _beside(made, adding)
 
@@ -112,11 +113,11 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
     return Totals(forward, found).written()
 
 
-def _by_trial(forward: Forward, found: Dependences) -> Forward:
+def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
     """Return the graph of a loss that is a mean or a sum by its numbers; refuse another one by name."""
-    trial, kinds = Trial(forward, found.tail), get_args(LossKind)
+    trial, kinds = Trial(forward, found.tail, original), get_args(LossKind)
     for kind in kinds[0], kinds[-1]:
-        if trial.adds_up(made := replace(forward, loss_kind=kind), forward.loss):
+        if trial.adds_up(made := replace(forward, loss_kind=kind)):
             return made
     where = found.of[forward.loss].mixed or forward.loss
     raise _refused(where, "combines rows of the batch, so that the loss is neither a sum nor a mean over rows")
