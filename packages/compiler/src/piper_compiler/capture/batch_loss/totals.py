@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from piper_compiler.capture.batch_loss.pairs import weighted
 from piper_compiler.capture.batch_loss.reductions import call_name
 from piper_compiler.capture.batch_loss.terms import JOINED, Dependences
+from piper_compiler.capture.batch_loss.wide import is_half, wide
 from piper_compiler.capture.batch_loss.writers import ancestors, is_size, with_writers
 from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of
 from piper_compiler.capture.dynamo import Counted, Forward, InputOrigin
@@ -65,7 +66,7 @@ class Totals:
             origins={**forward.origins, counted: InputOrigin("batch", NAME)},
             batch={**forward.batch, NAME: torch.zeros(size, dtype=DTYPE)},
             fixed=forward.fixed | {NAME},
-            counted=Counted(counted, tuple(root.node for root in self._roots)),
+            counted=Counted(counted, tuple(wide(root.node, self._examples) for root in self._roots)),
         )
 
     @property
@@ -121,7 +122,8 @@ class Totals:
             total = build.method("reshape", build.method("narrow", self._counted, 0, root.start, prod(root.shape)), root.shape)
             if root.mean:
                 total = build.call(operator.truediv, total, build.method("select", self._counted, 0, 0))
-            total = build.method("to", total, root.node.meta["example_value"].dtype)
+            rounded = root.shape or not is_half(root.node)  # as the user has it, once for the whole batch
+            total = build.method("to", total, root.node.meta["example_value"].dtype if rounded else torch.float32)
         root.node.replace_all_uses_with(total, delete_user_cb=lambda user: user in wanted)
         self._of[total] = self._of[root.node]
         if root.node is self._forward.loss:
