@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.node import map_arg
 
-from piper_compiler.capture.batch_loss.reductions import IGNORED, arguments, call_name, is_portable_loss, reduced
-from piper_compiler.capture.batch_loss.terms import JOINED, Dependence
+from piper_compiler.capture.batch_loss.calls import JOINED, has_rows
+from piper_compiler.capture.batch_loss.reductions import ADDED, IGNORED, arguments, call_name, is_portable_loss, reduced
+from piper_compiler.capture.batch_loss.terms import Dependence
 from piper_compiler.capture.batch_loss.wide import is_half, wide
 from piper_compiler.capture.batch_loss.writers import ancestors, owner, with_writers
 from piper_compiler.capture.concrete import canonical_text
@@ -26,7 +27,7 @@ _OUT_OF_PLACE: Mapping[object, Callable[..., Any] | str] = {
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
-    **{f"{name}_": name for name in ("add", "sub", "mul", "div")},
+    **{f"{name}_": name for name in ("add", "sub", "mul", "div", *ADDED)},
 }
 
 
@@ -51,13 +52,18 @@ def write_divisions(forward: Forward) -> Forward:
 
 
 def _out_of_place(node: fx.Node) -> fx.Node | None:
-    """Let a scalar that is changed in place be another one, which all that follows reads; return the one before."""
+    """Let a number that is changed in place be another one, which all that follows reads; return the one before.
+
+    So is a tensor without rows to which rows are added before anything else reads it.
+    """
     target = _OUT_OF_PLACE.get(node.target)
     if target is None or not isinstance(node.args[0], fx.Node):
         return None
     old, value = node.args[0], node.meta.get("example_value")
     example = old.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(example, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
+        return None
+    if value.dim() and (call_name(node) not in ADDED or has_rows(node)):
         return None
     if old.op == "placeholder" or owner(old) is not old:  # what others see must change, too
         return None
@@ -65,6 +71,8 @@ def _out_of_place(node: fx.Node) -> fx.Node | None:
     while reached.op != "root":
         later.add(reached)
         reached = reached.next
+    if value.dim() and not later.issuperset(user for user in old.users if user is not node):
+        return None
     old.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
     node.target = target
     return old

@@ -96,21 +96,35 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
 
     If it may not be divided in the end (`undivided`), it reads numbers of the whole batch instead.
     """
+    made = _added_up(forward, found, undivided=undivided)
+    if made is not None:
+        return made
+    if any(found.of[d].model for d in _divisors(forward, found)):
+        raise _refused(forward.loss, "the loss divides by a number that the model makes, and has other terms beside")
+    return Totals(forward, found).written()
+
+
+def _divisors(forward: Forward, found: Dependences) -> list[fx.Node]:
+    return [t.divisor for t in found.of[forward.loss].terms or () if isinstance(t.divisor, fx.Node)]
+
+
+def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forward | None:
+    """Return the graph with the loss as a mean, a sum or a pair; None where it is none of these."""
     terms = found.of[forward.loss].terms or frozenset()
     bases, divisors = {t.base for t in terms}, {t.divisor for t in terms if t.divisor is not None}
     if not divisors and bases <= {"mean", "constant"}:
         return replace(forward, loss_kind="mean")
-    if not divisors and bases == {"sum"} and not undivided:
+    if undivided:
+        return None
+    if not divisors and bases == {"sum"}:
         return replace(forward, loss_kind="total")
-    nodes = [d for d in divisors if isinstance(d, fx.Node)]
+    nodes = list(dict.fromkeys(_divisors(forward, found)))
     alone = all(t.divisor is not None or t.base == "constant" for t in terms)
     changed = any(writes(n) for n in found.tail)
-    if alone and not undivided and len(nodes) == len(divisors) and same_values(nodes, changed=changed):
-        total, weight = Pair(forward, found.of, nodes).written()
-        return replace(forward, loss=total, weight=weight, loss_kind="sum")
-    if any(found.of[d].model for d in nodes):
-        raise _refused(forward.loss, "the loss divides by a number that the model makes, and has other terms beside")
-    return Totals(forward, found).written()
+    if not alone or len(nodes) != len(divisors) or not same_values(nodes, changed=changed):
+        return None
+    total, weight = Pair(forward, found.of, nodes).written()
+    return replace(forward, loss=total, weight=weight, loss_kind="sum")
 
 
 def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
