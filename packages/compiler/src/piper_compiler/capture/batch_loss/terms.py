@@ -22,10 +22,11 @@ from piper_compiler.capture.batch_loss.calls import (
     EXTREMES,
     JOINED,
     TENSORS,
-    along_rows,
     computes_with,
+    counts_up,
     has_rows,
     is_multiple_of_rows,
+    rows_meet,
 )
 from piper_compiler.capture.batch_loss.reductions import MEANS, PRODUCTS, SUMS, Base, call_name, is_portable_loss, reduced
 from piper_compiler.capture.batch_loss.writers import (
@@ -153,7 +154,9 @@ class Dependences:
             return _size(node) if _size_of_rows(node) else CONSTANT
         if filling(node) is not None:
             return Dependence(rows=True) if has_rows(node) else CONSTANT
-        inputs = [self.of[n] for n in node.all_input_nodes if not is_size(n) or computes_with(node, n)]
+        indexed = call_name(node) == "getitem"
+        read = [n for n in node.all_input_nodes if not is_size(n) or computes_with(node, n)]
+        inputs = [self.of[n] for n in read if not (indexed and counts_up(n))]
         base = Dependence(model=any(d.model for d in inputs), grad=_grad(node))
         if all(d.constant for d in inputs) and not has_rows(node):
             return replace(CONSTANT, grad=base.grad)
@@ -224,7 +227,7 @@ class Dependences:
         given = [d for d in inputs if not d.rows and not d.constant]
         divisors = {d.divisor for d in inputs if d.divisor is not None}
         out = replace(base, rows=True)
-        if mixed is not None or along_rows(node, name):
+        if mixed is not None or rows_meet(node):
             return replace(out, mixed=mixed or node)
         if name in ("mul", "div") and len(given) == 1 and not divisors:
             divisor = self._divisor(node, name, given[0])
