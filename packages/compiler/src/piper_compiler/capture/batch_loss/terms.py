@@ -96,8 +96,8 @@ CONSTANT = Dependence(terms=frozenset({Term("constant")}))
 class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
-    `tail` has the nodes behind the last use of a parameter that has rows, and behind backwards of users; what comes
-    before counts as the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes an
+    `tail` has the nodes behind the last use of a parameter that has rows, and behind rows with backwards of users; what
+    comes before counts as the model's. `bent` is the first that bends a sum or mean over rows, as `clamp` does, or takes an
     extreme of the batch.
     """
 
@@ -109,7 +109,7 @@ class Dependences:
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
         own = {*own_backwards(wanted), *filter(_is_of_layers, wanted)}
-        before = ancestors(n for n in wanted if n in own or (has_rows(n) and self._uses_parameter(n)))
+        before = ancestors(n for n in wanted if has_rows(n) and (n in own or self._uses_parameter(n)))
         for node in self.forward.graph.nodes:
             if node not in wanted:
                 continue

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.batch_loss.calls import has_rows
 from piper_compiler.capture.batch_loss.reductions import CLASSES, IGNORED, arguments, call_name
+from piper_compiler.capture.batch_loss.terms import Dependence
 from piper_compiler.capture.batch_loss.writers import ancestors, is_size, with_writers
 from piper_compiler.capture.concrete import concrete_call, tensors_of
 from piper_compiler.capture.dynamo import Counted, Forward
+from piper_compiler.capture.own_backwards import own_backwards
 from piper_compiler.capture.replay import RandomWatch
 
 ROWS, PARTS = 4, 2
@@ -23,6 +26,8 @@ HALVES = frozenset({"float", "half", "bfloat16"})
 """The methods that make another floating-point type."""
 MERGED = 3
 """The most tensors with rows and tokens in one dimension of which each order is tried."""
+BESIDE = {"eq": 0, "ne": 0, "not_equal": 0, "ge": -1, "gt": 0, "le": 1, "lt": 0}
+"""How far from a constant an integer lies that a comparison with it tells from most."""
 MOST = 2**24
 """The largest number of elements in a tensor of the loss for which it is computed: a second or less."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -102,8 +107,8 @@ class Results:
 class Trial:
     """Run the tail of a graph, from the last use of a parameter to the loss, on random numbers.
 
-    Integers are small, and -100 among targets. `possible` says whether the tail is small enough, and its rows can be
-    told apart.
+    Integers are small, and what a loss ignores is among targets. `possible` says whether the tail is small enough, and
+    its rows can be told apart.
     """
 
     def __init__(self, forward: Forward, tail: Collection[fx.Node], original: Original) -> None:
@@ -117,6 +122,10 @@ class Trial:
         self._targets, self._close = self._class_targets(), 0.0
         self.possible = self._small() and all(self._dimension(n) is not None for n in self._sources)
 
+    def unknown(self, of: Mapping[fx.Node, Dependence]) -> fx.Node | None:
+        """Return a number that the tail reads and rows have made before, which parts do not show; None for no such."""
+        return next((n for n in self._sources if of[n].mixed is not None and not has_rows(n)), None)
+
     def _small(self) -> bool:
         nodes = [*self._tail, *self._sources]
         tensors = [t for n in nodes for t in tensors_of(n)]
@@ -128,7 +137,7 @@ class Trial:
 
     def _largest(self) -> int:
         tensors = [t for n in (*self._tail, *self._sources) for t in tensors_of(n)]
-        return max(prod(int(_torch.size_at(s, ROWS)) for s in t.shape) for t in tensors)
+        return max((prod(int(_torch.size_at(s, ROWS)) for s in t.shape) for t in tensors), default=0)
 
     def _dimension(self, node: fx.Node) -> int | None:
         """Return the dimension that has the rows: -1 if none has, None if they cannot be told apart in it."""
@@ -142,16 +151,27 @@ class Trial:
         return symbolic[0] if len(symbolic) == 1 and sizes[0] % PARTS == 0 else None
 
     def _class_targets(self) -> dict[fx.Node, int]:
-        """Return the integers of the batch that are targets of a loss of classes, with what it ignores."""
+        """Return the integers of the batch that may be targets, each with a number that the loss may ignore.
+
+        It is what a loss of classes ignores, the usual one for functions that cannot be seen into, and what integers
+        are compared with.
+        """
         found: dict[fx.Node, int] = {}
-        for node in self._tail:
+        own = set(own_backwards(self._tail))
+        for node in (n for n in self._forward.graph.nodes if n in self._tail):
             if node.op == "call_function" and call_name(node) in CLASSES:
                 given = arguments(node)
-                target = given["target"]
-                if target.meta["example_value"].is_floating_point():
+                read, ignored = [given["target"]], given.get("ignore_index", IGNORED)
+                if given["target"].meta["example_value"].is_floating_point():
                     continue
-                reached = ancestors([target]) & set(self._sources)
-                found.update(dict.fromkeys(reached, given.get("ignore_index", IGNORED)))
+            elif node in own:
+                read, ignored = node.all_input_nodes, IGNORED
+            elif call_name(node) in BESIDE and len(node.args) > 1 and type(node.args[1]) is int:
+                read, ignored = node.all_input_nodes, node.args[1] + BESIDE[call_name(node)]
+            else:
+                continue
+            for reached in ancestors(read).intersection(self._sources):
+                found.setdefault(reached, ignored)
         return found
 
     def adds_up(self, made: Forward) -> bool | None:

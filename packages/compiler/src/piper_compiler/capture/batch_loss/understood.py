@@ -130,6 +130,9 @@ def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forwa
 def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
     """Return the graph of a loss that is a mean or a sum by its numbers; refuse another one by name."""
     trial, kinds = Trial(forward, found.tail, original), get_args(LossKind)
+    unknown = forward.loss if forward.loss not in found.tail else trial.unknown(found.of)
+    if unknown is not None:
+        raise _refused(unknown, "makes a number of several rows where Piper does not see how")
     for kind in kinds[0], kinds[-1]:
         if trial.adds_up(made := replace(forward, loss_kind=kind)):
             return made
