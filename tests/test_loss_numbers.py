@@ -1,4 +1,4 @@
-"""Protect that what a loss divides by is counted exactly, whatever is computed in half precision."""
+"""Protect that numbers beside a loss are those of the whole batch: what it divides by in half precision, and metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
+from tests import losses
 
 ROWS, TOKENS, CLASSES = 4, 259, 5
 
@@ -80,3 +81,42 @@ def test_a_count_is_exact_beyond_256(loss: Any, right: float, close: float) -> N
     compiled = piper.compile(job, piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=4)]))
     run = piper.execute(compiled, steps=1, launcher="inline", memory=False)
     assert run.losses[0] == pytest.approx(right, rel=close)
+
+
+def right(output: Tensor, t: Any) -> Tensor:
+    return (output.argmax(-1) == t["all"]) & t["mask"]
+
+
+METRICS: dict[str, Any] = {
+    "accuracy": lambda o, t: right(o, t).sum() / t["mask"].sum(),
+    "loss_of_labels": lambda o, t: losses.ce(o, t["y"]),
+    "hits": lambda o, t: right(o, t).sum(),
+    "labels": lambda o, t: t["mask"].sum(),
+    "per_row": lambda o, t: right(o, t).double().mean(),
+    "precision": lambda o, t: right(o, t).sum() / (o.argmax(-1) < 3).sum(),
+    "pair": lambda o, t: (right(o, t).sum(), t["mask"].sum()),
+}
+COUNTS = {"hits", "labels"}
+
+
+def test_metrics_are_those_of_the_whole_batch() -> None:
+    """Labels are unevenly masked, so that means of microbatches differ; sums are added up."""
+    job = piper.Job(
+        losses.Tagger, losses.batch, losses.LOSSES["mse_loss"][1], lambda named: torch.optim.SGD([p for _, p in named], 0.0),
+        global_batch=losses.ROWS, precision=piper.Precision("float64"), metrics=METRICS, eval_data=losses.batch, eval_every=1,
+        eval_batches=2,
+    )  # fmt: skip
+    strategy = piper.Strategy(
+        piper.Mesh(pp=2, dp=2), (*piper.recipes.gpipe(pp=2, microbatches=2), *piper.recipes.data_parallel())
+    )
+    run = piper.execute(piper.compile(job, strategy), steps=1, launcher="inline", memory=False)
+    model = losses.Tagger().double()
+    model.load_state_dict(run.state_dict())
+    batches = [losses.batch(k, range(losses.ROWS)) for k in range(2)]
+    for name, metric in METRICS.items():
+        with torch.no_grad():
+            found = [metric(model(x), t) for x, t in batches]
+        first, second = (float(v[0] / v[1]) if isinstance(v, tuple) else float(v) for v in found)
+        assert run.metrics[0][name] == pytest.approx(first, rel=1e-9), name
+        if name in COUNTS:
+            assert run.evaluations[0][name] == first + second

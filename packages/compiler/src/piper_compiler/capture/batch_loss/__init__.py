@@ -8,6 +8,6 @@ Imports: the modules of `capture` that hold the captured graph, and `piper_ops`.
 """
 
 from piper_compiler.capture.batch_loss.totals import counting
-from piper_compiler.capture.batch_loss.understood import over_microbatches, over_whole_batch
+from piper_compiler.capture.batch_loss.understood import over_microbatches, over_whole_batch, with_metrics_of_batch
 
-__all__ = ["counting", "over_microbatches", "over_whole_batch"]
+__all__ = ["counting", "over_microbatches", "over_whole_batch", "with_metrics_of_batch"]

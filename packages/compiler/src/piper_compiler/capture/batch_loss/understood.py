@@ -16,6 +16,7 @@ from piper_compiler.capture.batch_loss.trial import Original, Trial
 from piper_compiler.capture.batch_loss.writers import writes
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
+from piper_compiler.capture.measured import MetricNode
 from piper_ir.errors import CaptureError
 from piper_ir.program import LossKind
 from piper_ops import Builder, Examples
@@ -125,6 +126,36 @@ def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forwa
         return None
     total, weight = Pair(forward, found.of, nodes).written()
     return replace(forward, loss=total, weight=weight, loss_kind="sum")
+
+
+def with_metrics_of_batch(forward: Forward) -> Forward:
+    """Return the graph with metrics that add up to those of the whole batch, as far as they are understood.
+
+    One that divides a sum by a number of the batch becomes a pair, and one that is a sum is added up. Any other stays a
+    mean over microbatches.
+    """
+    paired = {m.name for m in forward.metrics if m.kind == "metric_weight"}
+    found = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
+    return replace(forward, metrics=tuple(m for metrics in found for m in metrics))
+
+
+def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
+    alone = replace(forward, loss=metric.node, weight=None, counted=None)
+    original = Original.of(alone)
+    alone = write_divisions(alone)
+    before, found = set(alone.graph.nodes), Dependences(alone)
+    metric, of_it = replace(metric, node=alone.loss), found.of[alone.loss]
+    if found.bent is not None or of_it.mixed is not None or of_it.terms is None or not of_it.terms:
+        return [metric]
+    made = _added_up(alone, found, undivided=False)
+    if made is None or made.loss_kind == "mean":
+        return [metric]
+    trial = Trial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before)], original)
+    if trial.adds_up(made) is False:
+        return [metric]
+    if made.weight is None:
+        return [replace(metric, kind="metric_total", node=made.loss)]
+    return [replace(metric, node=made.loss), replace(metric, kind="metric_weight", node=made.weight)]
 
 
 def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
