@@ -27,6 +27,7 @@ from tests.job_faults import JobFault, Judged
 
 REPLICAS = Strategy(Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *recipes.data_parallel()))
 ENDS = Strategy(Mesh(pp=2), recipes.dualpipe(pp=2, microbatches=4))
+OTHER_IGNORED = "cross_entropy with another ignore_index"
 IGNORING, WEIGHED = "cross_entropy with ignore_index", "cross_entropy with class weights"
 CLAMPED, BESIDE = "(loss * mask).sum() / mask.sum().clamp(min=1)", "cross_entropy plus a mean over all"
 
@@ -52,7 +53,7 @@ def mean_of_microbatch_means(c: Composition) -> Judged | None:
         return _of(c, IGNORING)
 
 
-def _miscounted(miscount: Any) -> Any:
+def miscounted(miscount: Any) -> Any:
     """Let targets be counted by another function, which gets the right one and its arguments."""
     right = pairs._count
 
@@ -63,6 +64,17 @@ def _miscounted(miscount: Any) -> Any:
     return mock.patch.object(pairs, "_count", count)
 
 
+def ignoring(read: Any) -> Any:
+    """Let another target be ignored than a loss says."""
+    right = pairs.arguments
+
+    def arguments(node: fx.Node) -> dict[str, Any]:
+        given = right(node)
+        return {**given, "ignore_index": read(given.get("ignore_index", -100))}
+
+    return mock.patch.object(pairs, "arguments", arguments)
+
+
 def _unchecked() -> Any:
     """Leave out the trial on numbers, which refuses the loss before anything is trained."""
     return mock.patch("piper_compiler.capture.batch_loss.understood.Trial.adds_up", lambda *_: None)
@@ -70,14 +82,20 @@ def _unchecked() -> Any:
 
 def ignored_targets_counted(c: Composition) -> Judged | None:
     """Targets that are ignored count in the denominator."""
-    with _miscounted(lambda right, build, target, ignored, weight: right(build, target, -1, weight)):
+    with miscounted(lambda right, build, target, ignored, weight: right(build, target, -1, weight)), _unchecked():
         return _of(c, IGNORING)
 
 
 def class_weights_not_counted(c: Composition) -> Judged | None:
     """A weighted mean is divided by the number of targets, not by the sum of their weights."""
-    with _miscounted(lambda right, build, target, ignored, weight: right(build, target, ignored, None)):
+    with miscounted(lambda right, build, target, ignored, weight: right(build, target, ignored, None)), _unchecked():
         return _of(c, WEIGHED)
+
+
+def another_ignored(c: Composition) -> Judged | None:
+    """The target that a loss ignores is read as the usual one, whatever the loss says."""
+    with ignoring(lambda _: -100), _unchecked():
+        return _of(c, OTHER_IGNORED)
 
 
 def constants_whole(c: Composition) -> Judged | None:
@@ -179,6 +197,7 @@ LOSSES: tuple[JobFault, ...] = (
     mean_of_microbatch_means,
     ignored_targets_counted,
     class_weights_not_counted,
+    another_ignored,
     constants_whole,
     first_weight_for_all,
     weight_of_one_microbatch,

@@ -92,6 +92,20 @@ def balanced(output: Tensor, t: Any) -> Tensor:
     return (each(output, t["all"]) * weights[t["all"]]).sum() / t["mask"].sum()
 
 
+def by_class(output: Tensor, t: Any) -> Tensor:
+    """Average each class by itself, and then the classes."""
+    loss, classes = each(output, t["all"]).flatten(), t["all"].flatten()
+    sums = torch.zeros(CLASSES, dtype=loss.dtype).index_add(0, classes, loss)
+    counts = loss.new_zeros(CLASSES)
+    counts.scatter_add_(0, classes, torch.ones_like(loss))
+    return (sums / counts.clamp(min=1)).mean()
+
+
+def by_class_products(output: Tensor, t: Any) -> Tensor:
+    chosen = F.one_hot(t["all"].flatten(), CLASSES).to(output.dtype)
+    return (each(output, t["all"]).flatten() @ chosen / (chosen.sum(0) + 1)).mean()
+
+
 def contrastive(output: Tensor, t: Any) -> Tensor:
     pooled = output.mean(1)
     return (pooled.logsumexp(0) - pooled.mean(0)).sum()
@@ -169,6 +183,12 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     ),
     "a sum plus a mean": ("total", lambda o, t: F.mse_loss(o, t["f"], reduction="sum") + o.abs().mean()),
     "classes weighed by their share of the batch": ("total", balanced),
+    "each class averaged by itself: index_add, scatter_add": ("total", by_class),
+    "the same as a product, loss @ one_hot": ("total", by_class_products),
+    "two means of one count, / n and / (2 * n)": (
+        "total",
+        lambda o, t: masked(o, t) / t["mask"].sum().clamp(min=1) + o.pow(2).sum() / (2 * t["mask"].sum()),
+    ),
     "targets changed through a view": ("total", viewed),
     "loss.mul_(0.5)": ("sum", halved),
     "where(count > 0, loss / count, 0)": ("total", counted),
@@ -200,6 +220,7 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     ),
     "x.sum() / x.numel()": ("mean", lambda o, t: o.pow(2).sum() / o.numel()),
     "x.sum() / len(x)": ("mean", lambda o, t: each(o, t["all"]).sum() / len(o)),
+    "x.sum() / torch.full((), len(x))": ("sum", lambda o, t: each(o, t["all"]).sum() / torch.full((), len(o))),
     "sqrt(mse_loss)": ("refused", lambda o, t: F.mse_loss(o, t["f"]).sqrt()),
     "dice": ("refused", dice),
     "rows compared with each other": ("refused", contrastive),
@@ -210,5 +231,9 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "(loss - b).abs() + b": ("refused", lambda o, t: (F.mse_loss(o, t["f"]) - 0.5).abs() + 0.5),
     "loss.clamp(max=10)": ("refused", lambda o, t: F.mse_loss(o, t["f"]).clamp(max=10.0)),
     "x.mean(0).abs()": ("refused", lambda o, t: o.mean(0).abs().sum()),
+    "class weights of the batch, as cross_entropy's weight": (
+        "refused",
+        lambda o, t: ce(o, t["all"], weight=1.0 / F.one_hot(t["all"], CLASSES).sum((0, 1)).clamp(min=1).to(o.dtype)),
+    ),
     "divided by the longest row": ("refused", lambda o, t: each(o, t["all"]).sum() / t["length"].max()),
 }

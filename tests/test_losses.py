@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import piper
 from piper.api.verification import verify_strategy
 from piper_ir.errors import CaptureError
-from tests import losses, parity
+from tests import backward_faults, loss_faults, losses, parity
 
 STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     "pp": ({"pp": 2}, piper.recipes.one_f_one_b(pp=2, microbatches=4)),
@@ -60,6 +60,19 @@ def test_a_loss_trains_the_whole_batch_or_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in NAMES if losses.LOSSES[n][0] != "refused"])
 def test_a_loss_under_every_kind_of_plan(name: str, way: str) -> None:
     assert check(job(losses.LOSSES[name][1]), way) == losses.LOSSES[name][0]
+
+
+@pytest.mark.parametrize(("name", "fault"), [
+    ("cross_entropy with ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
+    ("cross_entropy with class weights", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -100, None))),
+    ("cross_entropy plus a mean over all", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, 0, None))),
+    ("cross_entropy with another ignore_index", loss_faults.ignoring(lambda _: -100)),
+    ("cross_entropy, all targets count", loss_faults.ignoring(lambda _: 2)),
+], ids=["ignored targets", "class weights", "in totals", "given, not read", "read, not given"])  # fmt: skip
+def test_a_wrong_count_is_found_when_a_loss_is_compiled(name: str, fault: Any) -> None:
+    """The trial compares with the user's own loss, not with one that divides by the same wrong count."""
+    with fault, backward_faults.nothing_kept(), pytest.raises(CaptureError, match="not the sum over its rows that it seems"):
+        check(job(losses.LOSSES[name][1]), "pp")
 
 
 def test_the_table_of_losses_is_this_one() -> None:
@@ -111,7 +124,7 @@ class Weighed(WithLoss):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(1.3))
+        self.scale = nn.Parameter(torch.tensor(1.3))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         scores = losses.Tagger.forward(self, tokens)
@@ -140,6 +153,50 @@ class Flat(losses.Tagger):
 def test_rows_that_meet_are_found_in_any_form(loss: Any, model: Any, precision: str) -> None:
     with pytest.raises(CaptureError, match=r"test_losses.py:\d+"):
         check(job(loss, model, precision=piper.Precision(precision)), "pp")
+
+
+class Wide(nn.Module):
+    """Has so many classes that a loss of its scores is not tried on numbers: rules alone know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(losses.CLASSES, 2)
+        self.head = nn.Linear(2, 2**21, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def halves(o: Tensor, t: Any) -> Tensor:
+    """Prefer the answers in the first half of the rows to those in the second."""
+    chosen, rejected = o.logsumexp((1, 2)).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+MEETINGS: dict[str, Any] = {
+    "halves": halves,
+    "neighbours": lambda o, t: (o[1:] - o[:-1]).mean(),
+    "neighbours around the end": lambda o, t: (o - o.roll(1, 0)).pow(2).mean(),
+    "two halves by a view": lambda o, t: o.view(2, -1, 2**23).prod(0).mean(),
+    "another order": lambda o, t: F.mse_loss(o, o[t["length"]].detach()),
+    "rows that are gathered": lambda o, t: (o * o.index_select(0, t["length"])).mean(),
+    "numbered from the first": lambda o, t: (o.mean((1, 2)) * torch.arange(len(o))).mean(),
+    "each with each": lambda o, t: (o[:, 0] @ o[:, 1].T).log_softmax(-1).diagonal().mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_rows_that_meet_are_found_without_numbers(name: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_losses.py:\d+.*combines rows of the batch"):
+        piper.compile(job(MEETINGS[name], Wide), piper.Strategy(piper.Mesh(), ()))
+
+
+@pytest.mark.parametrize("loss", [
+    lambda o, t: losses.ce(o[:, :-1], t["y"][:, 1:]),
+    lambda o, t: -(o.log_softmax(-1)[torch.arange(len(o)), 0, t["length"]] * t["mask"][:, 0]).sum() / t["mask"][:, 0].sum(),
+], ids=["shifted", "an index that counts rows up"])  # fmt: skip
+def test_losses_of_large_vocabularies_are_understood_without_numbers(loss: Any) -> None:
+    assert piper.compile(job(loss, Wide), piper.Strategy(piper.Mesh(), ())).plan.loss_kind == "sum"
 
 
 def test_totals_of_processes_are_those_of_one_process() -> None:

@@ -157,7 +157,7 @@ class Output:
         varies: whether that buffer's content depends on the batch.
     """
 
-    kind: Literal["value", "buffer", "loss", "weight", "metric", "metric_weight"]
+    kind: Literal["value", "buffer", "loss", "weight", "metric", "metric_weight", "metric_total"]
     spec: TensorSpec
     ref: str = ""
     needs_grad: bool = False

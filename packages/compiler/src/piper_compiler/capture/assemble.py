@@ -14,7 +14,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.auxiliary import auxiliary
 from piper_compiler.capture.averages import averages, mark_averages
-from piper_compiler.capture.batch_loss import over_microbatches, over_whole_batch
+from piper_compiler.capture.batch_loss import over_microbatches, over_whole_batch, with_metrics_of_batch
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec
 from piper_compiler.capture.concrete import concrete_shape, line_of
@@ -122,6 +122,7 @@ def trace(
         if statistics:
             mark_averages(forward)
         forward = over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
+        forward = with_metrics_of_batch(forward)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
         pieces = cut(forward)

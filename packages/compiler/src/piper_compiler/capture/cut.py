@@ -68,7 +68,7 @@ class Result:
             among the function's own results.
     """
 
-    kind: Literal["value", "buffer", "loss", "weight", "metric", "metric_weight"]
+    kind: Literal["value", "buffer", "loss", "weight", "metric", "metric_weight", "metric_total"]
     node: fx.Node
     name: str = ""
     varies: bool = True

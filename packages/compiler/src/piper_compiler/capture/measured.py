@@ -19,9 +19,12 @@ NEEDED = "a scalar is needed, the mean over rows; a pair (sum, weight) of scalar
 
 @dataclass(frozen=True)
 class MetricNode:
-    """Name a node of the captured graph that is a metric, or the weight by which a metric's sum is divided."""
+    """Name a node of the captured graph that is a metric, or the weight by which a metric's sum is divided.
 
-    kind: Literal["metric", "metric_weight"]
+    A "metric_total" is a sum over rows, which is added up.
+    """
+
+    kind: Literal["metric", "metric_weight", "metric_total"]
     name: str
     node: fx.Node
 

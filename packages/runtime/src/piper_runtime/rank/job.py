@@ -74,7 +74,7 @@ class Job:
         loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
             does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
-            (output, targets), which give a mean over rows, a pair (sum, weight), or a dict of those.
+            (output, targets), which give a mean over rows, a sum, a pair (sum, weight), or a dict of those.
         eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
         eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
         draws: by what random numbers are drawn: rows of the global batch, or microbatches; see docs/random_numbers.md.

@@ -10,7 +10,7 @@ from piper_ir.program import Output
 
 Scalars = Mapping[str, Mapping[int, float]]
 """The values of a rank by name and microbatch."""
-METRIC, WEIGHT = "metric ", "weight of metric "
+METRIC, WEIGHT, TOTAL = "metric ", "weight of metric ", "total of metric "
 
 
 def scalar_name(output: Output) -> str:
@@ -20,6 +20,8 @@ def scalar_name(output: Output) -> str:
             return METRIC + output.ref
         case "metric_weight":
             return WEIGHT + output.ref
+        case "metric_total":
+            return TOTAL + output.ref
         case _:
             return output.kind
 
@@ -40,9 +42,10 @@ def step_loss(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> float
 
 
 def metrics_of(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> dict[str, float]:
-    """Return the metrics of outputs by name: means, or sums over the sums of their weights (NaN where that is 0)."""
+    """Return the metrics of outputs by name: means, sums, or sums over the sums of their weights (NaN where that is 0)."""
     names = dict.fromkeys(name.removeprefix(METRIC) for found in scalars for name in found if name.startswith(METRIC))
-    out = {}
+    totals = {name: None for found in scalars for name in found if name.startswith(TOTAL)}
+    out = {name.removeprefix(TOTAL): _total(name, scalars) for name in totals}
     for name in names:
         total = _total(METRIC + name, scalars)
         if any(WEIGHT + name in found for found in scalars):

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.node import map_arg
 
-from piper_compiler.capture.batch_loss.reductions import IGNORED, arguments, call_name, is_portable_loss, reduced
-from piper_compiler.capture.batch_loss.terms import JOINED, Dependence
+from piper_compiler.capture.batch_loss.calls import JOINED, has_rows
+from piper_compiler.capture.batch_loss.reductions import ADDED, IGNORED, arguments, call_name, is_portable_loss, reduced
+from piper_compiler.capture.batch_loss.terms import Dependence
+from piper_compiler.capture.batch_loss.wide import is_half, wide
 from piper_compiler.capture.batch_loss.writers import ancestors, owner, with_writers
 from piper_compiler.capture.concrete import canonical_text
 from piper_compiler.capture.dynamo import Forward
@@ -25,7 +27,7 @@ _OUT_OF_PLACE: Mapping[object, Callable[..., Any] | str] = {
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
-    **{f"{name}_": name for name in ("add", "sub", "mul", "div")},
+    **{f"{name}_": name for name in ("add", "sub", "mul", "div", *ADDED)},
 }
 
 
@@ -50,13 +52,18 @@ def write_divisions(forward: Forward) -> Forward:
 
 
 def _out_of_place(node: fx.Node) -> fx.Node | None:
-    """Let a scalar that is changed in place be another one, which all that follows reads; return the one before."""
+    """Let a number that is changed in place be another one, which all that follows reads; return the one before.
+
+    So is a tensor without rows to which rows are added before anything else reads it.
+    """
     target = _OUT_OF_PLACE.get(node.target)
     if target is None or not isinstance(node.args[0], fx.Node):
         return None
     old, value = node.args[0], node.meta.get("example_value")
     example = old.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(example, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not isinstance(example, torch.Tensor):
+        return None
+    if value.dim() and (call_name(node) not in ADDED or has_rows(node)):
         return None
     if old.op == "placeholder" or owner(old) is not old:  # what others see must change, too
         return None
@@ -64,6 +71,8 @@ def _out_of_place(node: fx.Node) -> fx.Node | None:
     while reached.op != "root":
         later.add(reached)
         reached = reached.next
+    if value.dim() and not later.issuperset(user for user in old.users if user is not node):
+        return None
     old.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
     node.target = target
     return old
@@ -79,21 +88,22 @@ def _divided(graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[st
         if is_portable_loss(node):
             total = after.first(Builder(graph, node, examples).call(PORTABLE, given["input"], given["target"], "sum", ignored))
         else:
-            total = _summed(graph, node, given)
+            total = _summed(after, node, given)
         key = f"{given['target']} {ignored} {given.get('weight')}"
         if key not in counts:
             counts[key] = _count(after, given["target"], ignored, given.get("weight"))
         return first, after.call(operator.truediv, total, counts[key])
 
 
-def _summed(graph: fx.Graph, node: fx.Node, given: Mapping[str, Any]) -> fx.Node:
-    """Return the same call of torch's with the sum in place of the mean."""
-    total = graph.node_copy(node)
-    if call_name(node) == "nll_loss_nd":
-        total.args, total.kwargs = (given["input"], given["target"]), {**_rest(given), "reduction": 2}
-    else:
-        total.args, total.kwargs = (given["input"], given["target"]), {**_rest(given), "reduction": "sum"}
-    total.meta = dict(node.meta)
+def _summed(after: Builder, node: fx.Node, given: Mapping[str, Any]) -> fx.Node:
+    """Return the same call of torch's with the sum in place of the mean; in float32 at least, as of Piper's own."""
+    names = [n for n in ("input", "weight") if given.get(n) is not None]
+    given = {**given, **{n: after.method("to", given[n], torch.float32) for n in names if is_half(given[n])}}
+    total = after.graph.node_copy(node)
+    reduction: Any = 2 if call_name(node) == "nll_loss_nd" else "sum"
+    total.args, total.kwargs = (given["input"], given["target"]), {**_rest(given), "reduction": reduction}
+    with after.computing():
+        total.meta = {**node.meta, "example_value": node.meta["example_value"].to(_wide_dtype(node))}
     return total
 
 
@@ -106,6 +116,8 @@ def _count(build: Builder, target: fx.Node, ignored: int, weight: fx.Node | None
     counted = build.call(torch.ne, target, ignored)
     if weight is None:
         return build.method("sum", counted)
+    if is_half(weight):
+        weight = build.method("to", weight, torch.float32)
     of_targets = build.call(F.embedding, build.method("clamp", target, 0), build.method("unsqueeze", weight, -1))
     return build.method("sum", build.method("mul", build.method("squeeze", of_targets, -1), counted))
 
@@ -119,7 +131,7 @@ class WrittenPair:
     def __init__(self, forward: Forward, of: Mapping[fx.Node, Dependence], divisors: Iterable[fx.Node]) -> None:
         self._forward, self._graph, self._of, self._examples = forward, forward.graph, of, Examples()
         self._divisors = set(divisors)
-        self._weight = next(n for n in self._graph.nodes if n in self._divisors)
+        self._weight = wide(next(n for n in self._graph.nodes if n in self._divisors), self._examples)
         self._made: dict[fx.Node, fx.Node] = {}
 
     def written(self) -> tuple[fx.Node, fx.Node]:
@@ -127,8 +139,7 @@ class WrittenPair:
         total = self._times_weight(self._forward.loss)
         with self._graph.inserting_before(self._graph.output_node()):
             build = Builder(self._graph, self._forward.loss, self._examples)
-            dtype = self._forward.loss.meta["example_value"].dtype
-            return total, build.method("to", build.method("detach", self._weight), dtype)
+            return total, build.method("to", build.method("detach", self._weight), _wide_dtype(self._forward.loss))
 
     def _carries(self, node: fx.Node) -> bool:
         found = self._of[node]
@@ -160,7 +171,12 @@ class WrittenPair:
     def _constant(self, node: fx.Node, value: fx.Node | float) -> fx.Node:
         with self._graph.inserting_before(node):
             build = Builder(self._graph, node, self._examples)
-            return build.call(operator.mul, build.method("to", self._weight, node.meta["example_value"].dtype), value)
+            return build.call(operator.mul, build.method("to", self._weight, _wide_dtype(node)), value)
+
+
+def _wide_dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a node, or float32 if that is wider."""
+    return torch.promote_types(node.meta["example_value"].dtype, torch.float32)
 
 
 def weighted(

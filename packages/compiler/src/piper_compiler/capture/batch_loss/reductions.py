@@ -21,6 +21,11 @@ IGNORED = -100
 """The target that torch's losses of classes ignore unless another is given."""
 SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 MEANS = frozenset({"mean"})
+PRODUCTS = frozenset({"matmul", "mm", "mv", "dot", "vdot", "inner", "einsum", "tensordot"})
+"""The calls that add up products; where the result has no rows, over the rows."""
+ADDED = frozenset({"index_add", "scatter_add", "scatter_reduce"})
+"""The calls that add rows to where an index says."""
+ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 CLASSES = frozenset({"cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 """The losses whose mean divides by the number of targets that are not ignored, or by the sum of their weights."""
 LOSSES = frozenset(
@@ -84,6 +89,10 @@ def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
         return "sum"
     if name in MEANS:
         return "mean"
+    if name in PRODUCTS:
+        return "sum"
+    if name in ADDED:
+        return "sum" if _adds_to_zeros(node) else None
     if name not in CLASSES | LOSSES or (not is_portable_loss(node) and not hasattr(F, name) and name not in _POSITIONS):
         return None
     try:
@@ -99,6 +108,12 @@ def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
         return None
     of_classes = name in CLASSES and not _example(given["target"]).is_floating_point()
     return "classes" if of_classes else "mean"
+
+
+def _adds_to_zeros(node: fx.Node) -> bool:
+    target = node.args[0]
+    how = node.kwargs.get("reduce", node.args[4] if len(node.args) > 4 else "sum")
+    return isinstance(target, fx.Node) and call_name(target) in ZEROS and how == "sum"
 
 
 def _example(node: fx.Node) -> Tensor:

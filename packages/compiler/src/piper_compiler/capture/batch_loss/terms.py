@@ -16,32 +16,36 @@ import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.batch_loss.reductions import MEANS, SUMS, Base, call_name, is_portable_loss, reduced
-from piper_compiler.capture.batch_loss.writers import AUGMENTED, SAME, ancestors, is_size, owner, with_writers, writes, written
+from piper_compiler.capture.batch_loss.calls import (
+    BENT,
+    CHOSEN,
+    EXTREMES,
+    JOINED,
+    TENSORS,
+    computes_with,
+    counts_up,
+    has_rows,
+    is_multiple_of_rows,
+    rows_meet,
+)
+from piper_compiler.capture.batch_loss.reductions import MEANS, PRODUCTS, SUMS, Base, call_name, is_portable_loss, reduced
+from piper_compiler.capture.batch_loss.writers import (
+    AUGMENTED,
+    SAME,
+    ancestors,
+    filling,
+    is_size,
+    owner,
+    with_writers,
+    writes,
+    written,
+)
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.own_backwards import own_backwards
 from piper_ops import STATISTICS
 
 Divisor = fx.Node | Literal["batch"] | None
 """The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
-
-TENSORS = frozenset({"tensor", "scalar_tensor", "as_tensor"})
-"""The calls that make a tensor of a number."""
-OF_NUMBERS = frozenset({"add", "sub", "mul", "div"}) | TENSORS
-"""The calls that compute with a size of the batch; elsewhere a size only says the shape of a result."""
-JOINED = frozenset({"stack", "cat", "concat", "hstack"})
-CHOSEN = frozenset({"where", "masked_fill"})
-_ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort"
-ALONG = dict.fromkeys(_ALONG.split(), 1) | dict.fromkeys(("roll", "topk", "normalize"), 2)
-"""The calls that combine the numbers along a dimension and keep it, and the place of that argument."""
-_BENT = (
-    "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min maximum minimum fmax fmin "
-    "amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt le eq ne greater less"
-)
-BENT = frozenset(_BENT.split())
-"""The calls that are straight on each side of a bend: a trial may see one side, and microbatches both."""
-EXTREMES = BENT | {"any", "all", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "quantile", "unique"}
-"""The reductions of integers and conditions that a trial may find equal in all parts by chance."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,7 @@ class Dependences:
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
         own = {*own_backwards(wanted), *(n for n in wanted if _is_of_layers(n) or STATISTICS in n.meta)}
-        before = ancestors(
-            n for n in wanted if n in own or (_has_rows(n) and (self._uses_parameter(n) or self._of_model_code(n)))
-        )
+        before = ancestors(n for n in wanted if has_rows(n) and (n in own or self._uses_parameter(n) or self._of_model_code(n)))
         for node in self.forward.graph.nodes:
             if node not in wanted:
                 continue
@@ -153,7 +155,7 @@ class Dependences:
     def _of_model(self, node: fx.Node) -> Dependence:
         """Return the dependence of a node before the last use of a parameter."""
         inputs = [self.of[n] for n in node.all_input_nodes if n in self.of]
-        if _has_rows(node):
+        if has_rows(node):
             made = any(d.model for d in inputs) or self._uses_parameter(node) or self._random(node)
             return Dependence(rows=True, model=made, grad=_grad(node))
         if all(d.constant for d in inputs):
@@ -163,17 +165,21 @@ class Dependences:
     def _found(self, node: fx.Node) -> Dependence:
         if is_size(node):
             return _size(node) if _size_of_rows(node) else CONSTANT
-        inputs = [self.of[n] for n in node.all_input_nodes if not is_size(n) or call_name(node) in OF_NUMBERS]
+        if filling(node) is not None:
+            return Dependence(rows=True) if has_rows(node) else CONSTANT
+        indexed = call_name(node) == "getitem"
+        read = [n for n in node.all_input_nodes if not is_size(n) or computes_with(node, n)]
+        inputs = [self.of[n] for n in read if not (indexed and counts_up(n))]
         base = Dependence(model=any(d.model for d in inputs), grad=_grad(node))
-        if all(d.constant for d in inputs) and not _has_rows(node):
+        if all(d.constant for d in inputs) and not has_rows(node):
             return replace(CONSTANT, grad=base.grad)
         if writes(node) and node.target not in AUGMENTED:
             return self._written(node, inputs)
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_portable_loss(node.args[0]):
             return self._loss_result(node)
-        if is_portable_loss(node) or (not _has_rows(node) and any(d.rows for d in inputs)):
+        if is_portable_loss(node) or (not has_rows(node) and any(d.rows for d in inputs)):
             return self._reduced(node, inputs, base)
-        if _has_rows(node):
+        if has_rows(node):
             return self._of_rows(node, inputs, base)
         found = self._formula(node, inputs, base)
         if found.mixed is node and call_name(node) in BENT:
@@ -184,7 +190,7 @@ class Dependences:
         loss = node.args[0]
         assert isinstance(loss, fx.Node)
         found = self.of[loss]
-        return Dependence(rows=True, model=found.model, grad=found.grad) if _has_rows(node) else found
+        return Dependence(rows=True, model=found.model, grad=found.grad) if has_rows(node) else found
 
     def _written(self, node: fx.Node, inputs: Collection[Dependence]) -> Dependence:
         """Take what is written into a tensor as part of it from here on."""
@@ -214,7 +220,8 @@ class Dependences:
         mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
         how, divisors = reduced(node), {d.divisor for d in inputs if d.divisor is not None}
         others = [d for d in inputs if not d.rows and not d.constant]
-        if mixed is not None or how is None or len(divisors) > 1 or others:
+        twice = call_name(node) in PRODUCTS and sum(isinstance(d.divisor, fx.Node) for d in inputs) > 1
+        if mixed is not None or how is None or len(divisors) > 1 or others or twice:
             if not base.model and call_name(node) in EXTREMES:
                 self.bent = self.bent or node
             return replace(base, terms=None, mixed=mixed or node)
@@ -233,7 +240,7 @@ class Dependences:
         given = [d for d in inputs if not d.rows and not d.constant]
         divisors = {d.divisor for d in inputs if d.divisor is not None}
         out = replace(base, rows=True)
-        if mixed is not None or _along_rows(node, name):
+        if mixed is not None or rows_meet(node):
             return replace(out, mixed=mixed or node)
         if name in ("mul", "div") and len(given) == 1 and not divisors:
             divisor = self._divisor(node, name, given[0])
@@ -320,7 +327,11 @@ class Dependences:
             return replace(spoiled, mixed=under.mixed or spoiled.mixed)
         if _size_of_rows(by):
             # a sum over the rows divided by their number (times anything that is constant) is a mean
-            if over.terms is not None and all(t == LossTerm("sum") for t in over.terms) and _multiple_of_rows(by):
+            if (
+                over.terms is not None
+                and all(t == LossTerm("sum") for t in over.terms)
+                and is_multiple_of_rows(by.meta["example_value"])
+            ):
                 return replace(base, terms=frozenset({LossTerm("mean")}))
             return spoiled
         if under.plain is not None and over.terms is not None and all(t == LossTerm(under.plain) for t in over.terms):
@@ -361,26 +372,10 @@ def _is_of_layers(node: fx.Node) -> bool:
     return isinstance(node.target, _torch.OpOverload) and node.target.namespace == "piper" and not is_portable_loss(node)
 
 
-def _along_rows(node: fx.Node, name: str) -> bool:
-    """Return whether a call combines the numbers of several rows and keeps their number."""
-    if name not in ALONG or not isinstance(node.args[0], fx.Node) or not _has_rows(node.args[0]):
-        return False
-    named: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
-    dims = named.get("dim", named.get("dims", named.get(ALONG[name], 1 if name == "normalize" else -1)))
-    shape = node.args[0].meta["example_value"].shape
-    return any(_torch.is_symbolic(shape[d]) for d in (dims if isinstance(dims, tuple | list) else (dims,)) if d is not None)
-
-
 def _grad(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and v.requires_grad for v in values)
-
-
-def _has_rows(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return any(isinstance(v, Tensor) and any(map(_torch.is_symbolic, v.shape)) for v in values)
 
 
 def _size_of_rows(node: fx.Node) -> bool:
@@ -389,10 +384,4 @@ def _size_of_rows(node: fx.Node) -> bool:
 
 def _size(node: fx.Node) -> Dependence:
     """Return the dependence of a number that is a size of the batch: multiples of the rows add up."""
-    return Dependence(terms=frozenset({LossTerm("sum", None if _multiple_of_rows(node) else "batch")}))
-
-
-def _multiple_of_rows(node: fx.Node) -> bool:
-    value: Any = node.meta["example_value"]
-    at = [_torch.size_at(value, rows) for rows in (2, 3, 5)]
-    return at[0] * 3 == at[1] * 2 and at[1] * 5 == at[2] * 3
+    return Dependence(terms=frozenset({LossTerm("sum", None if is_multiple_of_rows(node.meta["example_value"]) else "batch")}))

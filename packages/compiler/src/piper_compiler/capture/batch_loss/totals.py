@@ -16,10 +16,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from piper_compiler.capture.batch_loss.calls import JOINED
 from piper_compiler.capture.batch_loss.pairs import weighted
 from piper_compiler.capture.batch_loss.reductions import call_name
-from piper_compiler.capture.batch_loss.terms import JOINED, Dependences
-from piper_compiler.capture.batch_loss.writers import ancestors, is_size, with_writers
+from piper_compiler.capture.batch_loss.terms import Dependences
+from piper_compiler.capture.batch_loss.wide import is_half, wide
+from piper_compiler.capture.batch_loss.writers import ancestors, filling, is_size, with_writers
 from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of
 from piper_compiler.capture.dynamo import Counted, Forward, InputOrigin
 from piper_ir.errors import CaptureError
@@ -55,7 +57,7 @@ class Totals:
         size = 1 + sum(prod(root.shape) for root in self._roots)
         counted = self._placeholder(size)
         self._counted = counted
-        wanted = set(self._of)
+        wanted = set(self._of) - ancestors(root.node for root in self._roots)  # which count in one microbatch
         for root in self._roots:
             self._replace(root, wanted)
         return replace(
@@ -65,7 +67,7 @@ class Totals:
             origins={**forward.origins, counted: InputOrigin("batch", NAME)},
             batch={**forward.batch, NAME: torch.zeros(size, dtype=DTYPE)},
             fixed=forward.fixed | {NAME},
-            counted=Counted(counted, tuple(root.node for root in self._roots)),
+            counted=Counted(counted, tuple(wide(root.node, self._examples) for root in self._roots)),
         )
 
     @property
@@ -121,7 +123,8 @@ class Totals:
             total = build.method("reshape", build.method("narrow", self._counted, 0, root.start, prod(root.shape)), root.shape)
             if root.mean:
                 total = build.call(operator.truediv, total, build.method("select", self._counted, 0, 0))
-            total = build.method("to", total, root.node.meta["example_value"].dtype)
+            number = not root.shape and is_half(root.node)  # a tensor is rounded as the user has it, once for the batch
+            total = build.method("to", total, torch.float32 if number else root.node.meta["example_value"].dtype)
         root.node.replace_all_uses_with(total, delete_user_cb=lambda user: user in wanted)
         self._of[total] = self._of[root.node]
         if root.node is self._forward.loss:
@@ -180,7 +183,7 @@ def counting(forward: Forward, rows: int) -> tuple[fx.GraphModule, tuple[str, ..
     Its result has 1, for the microbatch, and the values of all reductions, in float64.
     """
     assert forward.counted is not None
-    wanted = with_writers(forward.graph, ancestors(forward.counted.reductions))
+    wanted = with_writers(forward.graph, ancestors(forward.counted.reductions, shapes=False), shapes=False)
     graph, env, reads = fx.Graph(), dict[fx.Node, Any](), list[str]()
     for node in forward.graph.nodes:
         if node in wanted and node in forward.origins:
@@ -196,8 +199,13 @@ def counting(forward: Forward, rows: int) -> tuple[fx.GraphModule, tuple[str, ..
     env |= {node: graph.call_method("clone", (given,)) for node, given in list(env.items())}
     for node in forward.graph.nodes:
         if node in wanted and node.op in ("call_function", "call_method", "get_attr") and not is_size(node):
-            args, kwargs = concrete_call(node, env, rows)
-            env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            if (number := filling(node)) is not None:
+                example = node.meta["example_value"]
+                call = torch.full, (concrete_shape(example, rows, node), number), {"dtype": example.dtype}
+                env[node] = graph.call_function(*call)
+            else:
+                args, kwargs = concrete_call(node, env, rows)
+                env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             env[node].meta = {k: node.meta[k] for k in ("stack_trace",) if k in node.meta}
     values = [graph.call_method("to", (env[n], DTYPE)) for n in forward.counted.reductions]
     flat = [graph.call_method("reshape", (value, (-1,))) for value in values]

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.batch_loss.calls import has_rows
 from piper_compiler.capture.batch_loss.reductions import CLASSES, IGNORED, arguments, call_name
+from piper_compiler.capture.batch_loss.terms import Dependence
 from piper_compiler.capture.batch_loss.writers import ancestors, is_size, with_writers
 from piper_compiler.capture.concrete import concrete_call, tensors_of
 from piper_compiler.capture.dynamo import Counted, Forward
+from piper_compiler.capture.own_backwards import own_backwards
 from piper_compiler.capture.replay import RandomWatch
 
 ROWS, PARTS = 4, 2
@@ -23,6 +26,8 @@ HALVES = frozenset({"float", "half", "bfloat16"})
 """The methods that make another floating-point type."""
 MERGED = 3
 """The most tensors with rows and tokens in one dimension of which each order is tried."""
+BESIDE = {"eq": 0, "ne": 0, "not_equal": 0, "ge": -1, "gt": 0, "le": 1, "lt": 0}
+"""How far from a constant an integer lies that a comparison with it tells from most."""
 MOST = 2**24
 """The largest number of elements in a tensor of the loss for which it is computed: a second or less."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -43,16 +48,47 @@ class Filling:
         spread: how far floating-point numbers spread around 0; None for numbers from 0.05 to 0.95, so that they may be
             logits, probabilities or weights.
         double: whether all is computed in float64, where small terms show.
+        ignoring: whether some targets are those that the loss is thought to ignore.
     """
 
     seed: int
     integers: int = 2
     spread: float | None = None
     double: bool = True
+    ignoring: bool = True
 
 
-FILLINGS = (Filling(0), Filling(1, integers=5), Filling(2, integers=5, spread=1.0), Filling(3, spread=3.0))
+FILLINGS = (
+    Filling(0),
+    Filling(1, integers=5, ignoring=False),
+    Filling(2, integers=5, spread=1.0),
+    Filling(3, spread=3.0),
+)
 """The numbers of trials; a loss need not take all of them, such as an index that is too large."""
+
+
+@dataclass(frozen=True)
+class Original:
+    """Keep a loss as the user wrote it, in a graph of its own, while the captured graph is rewritten.
+
+    Attributes:
+        loss: its node.
+        copies: node of the captured graph -> the same in this one.
+    """
+
+    loss: fx.Node
+    copies: Mapping[fx.Node, fx.Node]
+
+    @classmethod
+    def of(cls, forward: Forward) -> Original:
+        """Return the loss of a graph as it is now."""
+        copies: dict[fx.Node, fx.Node] = {}
+        fx.Graph().graph_copy(forward.graph, copies)
+        return cls(copies[forward.loss], copies)
+
+    def given(self, values: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+        """Return the values of nodes of the captured graph by their copies."""
+        return {self.copies[node]: value for node, value in values.items() if node in self.copies}
 
 
 @dataclass(frozen=True)
@@ -71,12 +107,13 @@ class TrialResults:
 class LossTrial:
     """Run the tail of a graph, from the last use of a parameter to the loss, on random numbers.
 
-    Integers are small, and -100 among targets. `possible` says whether the tail is small enough, and its rows can be
-    told apart.
+    Integers are small, and what a loss ignores is among targets. `possible` says whether the tail is small enough, and
+    its rows can be told apart.
     """
 
-    def __init__(self, forward: Forward, tail: Collection[fx.Node]) -> None:
-        self._forward, self._tail = forward, set(tail)
+    def __init__(self, forward: Forward, tail: Collection[fx.Node], original: Original) -> None:
+        self._forward, self._tail, self._original = forward, set(tail), original
+        self._within = self._tail.union(original.copies[n] for n in tail if n in original.copies)
         self._sources = list(
             dict.fromkeys(n for node in tail for n in node.all_input_nodes if n not in self._tail and tensors_of(n))
         )
@@ -84,6 +121,10 @@ class LossTrial:
         self._tokens_first, self._filling = frozenset[fx.Node](), FILLINGS[0]
         self._targets, self._close = self._class_targets(), 0.0
         self.possible = self._small() and all(self._dimension(n) is not None for n in self._sources)
+
+    def unknown(self, of: Mapping[fx.Node, Dependence]) -> fx.Node | None:
+        """Return a number that the tail reads and rows have made before, which parts do not show; None for no such."""
+        return next((n for n in self._sources if of[n].mixed is not None and not has_rows(n)), None)
 
     def _small(self) -> bool:
         nodes = [*self._tail, *self._sources]
@@ -96,7 +137,7 @@ class LossTrial:
 
     def _largest(self) -> int:
         tensors = [t for n in (*self._tail, *self._sources) for t in tensors_of(n)]
-        return max(prod(int(_torch.size_at(s, ROWS)) for s in t.shape) for t in tensors)
+        return max((prod(int(_torch.size_at(s, ROWS)) for s in t.shape) for t in tensors), default=0)
 
     def _dimension(self, node: fx.Node) -> int | None:
         """Return the dimension that has the rows: -1 if none has, None if they cannot be told apart in it."""
@@ -110,52 +151,63 @@ class LossTrial:
         return symbolic[0] if len(symbolic) == 1 and sizes[0] % PARTS == 0 else None
 
     def _class_targets(self) -> dict[fx.Node, int]:
-        """Return the integers of the batch that are targets of a loss of classes, with what it ignores."""
+        """Return the integers of the batch that may be targets, each with a number that the loss may ignore.
+
+        It is what a loss of classes ignores, the usual one for functions that cannot be seen into, and what integers
+        are compared with.
+        """
         found: dict[fx.Node, int] = {}
-        for node in self._tail:
+        own = set(own_backwards(self._tail))
+        for node in (n for n in self._forward.graph.nodes if n in self._tail):
             if node.op == "call_function" and call_name(node) in CLASSES:
                 given = arguments(node)
-                target = given["target"]
-                if target.meta["example_value"].is_floating_point():
+                read, ignored = [given["target"]], given.get("ignore_index", IGNORED)
+                if given["target"].meta["example_value"].is_floating_point():
                     continue
-                reached = ancestors([target]) & set(self._sources)
-                found.update(dict.fromkeys(reached, given.get("ignore_index", IGNORED)))
+            elif node in own:
+                read, ignored = node.all_input_nodes, IGNORED
+            elif call_name(node) in BESIDE and len(node.args) > 1 and type(node.args[1]) is int:
+                read, ignored = node.all_input_nodes, node.args[1] + BESIDE[call_name(node)]
+            else:
+                continue
+            for reached in ancestors(read).intersection(self._sources):
+                found.setdefault(reached, ignored)
         return found
 
-    def adds_up(self, made: Forward, original: fx.Node) -> bool | None:
-        """Return whether the loss of parts gives the original loss of the whole, in value and gradient.
+    def adds_up(self, made: Forward) -> bool | None:
+        """Return whether the loss of parts gives the user's loss of the whole, in value and gradient.
 
         None where that cannot be found out.
         """
         if not self.possible:
             return None
         if len(self._merged) > MERGED:
-            return self._judged(made, original) or None
+            return self._judged(made) or None
         kinds = [part for k in range(len(self._merged) + 1) for part in combinations(self._merged, k)]
         for self._tokens_first in map(frozenset, kinds):  # rows may lie within tokens
-            found = self._judged(made, original)
+            found = self._judged(made)
             if found is not False:
                 return found
         return False
 
-    def _judged(self, made: Forward, original: fx.Node) -> bool | None:
+    def _judged(self, made: Forward) -> bool | None:
         fillings = FILLINGS if self._largest() <= MANY else FILLINGS[::2]
-        found = self._all(made, original, fillings)
+        found = self._all(made, fillings)
         if found is None:  # an operation may not take float64
-            found = self._all(made, original, [replace(filling, double=False) for filling in fillings])
+            found = self._all(made, [replace(filling, double=False) for filling in fillings])
         return found
 
-    def _all(self, made: Forward, original: fx.Node, fillings: Sequence[Filling]) -> bool | None:
+    def _all(self, made: Forward, fillings: Sequence[Filling]) -> bool | None:
         """Return whether all numbers that the loss takes add up; None if it takes none."""
         good = None
         for filling in fillings:
-            found = self._tried(made, original, filling)
+            found = self._tried(made, filling)
             if found is False:
                 return False
             good = found or good
         return good
 
-    def _tried(self, made: Forward, original: fx.Node, filling: Filling) -> bool | None:
+    def _tried(self, made: Forward, filling: Filling) -> bool | None:
         self._filling = filling
         asked = (made.loss,) if made.weight is None else (made.loss, made.weight)
         try:
@@ -165,7 +217,7 @@ class LossTrial:
                 parts = [{**part, made.counted.totals: totals} for part in parts]
                 whole[made.counted.totals] = self._totals(made.counted, [whole], ROWS)
             self._close = 0.0
-            wanted = self._run((original,), whole, ROWS)
+            wanted = self._run((self._original.loss,), self._original.given(whole), ROWS)
             found = [self._run(asked, part, ROWS // PARTS) for part in parts]
             return self._equal(made, found, wanted)
         except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -215,7 +267,7 @@ class LossTrial:
         if tensor.dtype == torch.bool:
             return numbers > 0.5
         ones = torch.randint(self._filling.integers, shape, generator=generator)
-        if node in self._targets:  # the first part has more that are ignored than the second
+        if node in self._targets and self._filling.ignoring:  # the first part has more that are ignored than the second
             ignored = torch.rand(shape, generator=generator) < torch.linspace(0.7, 0.1, shape[0]).reshape(
                 -1, *[1] * (len(shape) - 1)
             )
@@ -235,14 +287,18 @@ class LossTrial:
         return TrialResults(tuple(float(r.detach()) for r in results), tuple(self._gradients(r, trained) for r in results))
 
     def _evaluated(self, asked: Sequence[fx.Node], leaves: Mapping[fx.Node, Tensor], rows: int) -> list[Tensor]:
-        """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not."""
+        """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not.
+
+        Random numbers are among the leaves, and so may be what they are made of.
+        """
         env: dict[fx.Node, Any] = {n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()}
-        needed = with_writers(self._forward.graph, ancestors(asked))
+        graph = next((node.graph for node in asked), self._forward.graph)
+        needed = with_writers(graph, ancestors(asked)) - (ancestors(leaves) - self._within)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), RandomWatch() as watch:
-            for node in self._forward.graph.nodes:
+            for node in graph.nodes:
                 if node.op == "get_attr":
                     env[node] = self._precise(getattr(self._forward.owner, str(node.target)))
-                elif node in self._tail and node in needed and not is_size(node):
+                elif node in needed and node.op != "placeholder" and not is_size(node):
                     args, kwargs = concrete_call(node, env, rows)
                     if self._filling.double and node.target in HALVES:
                         env[node] = args[0].double()  # rounded to float32 in between, parts would differ

@@ -12,10 +12,11 @@ from torch import fx
 from piper_compiler.capture.batch_loss.pairs import WrittenPair, same_values, write_divisions
 from piper_compiler.capture.batch_loss.terms import Dependences
 from piper_compiler.capture.batch_loss.totals import Totals
-from piper_compiler.capture.batch_loss.trial import LossTrial
+from piper_compiler.capture.batch_loss.trial import LossTrial, Original
 from piper_compiler.capture.batch_loss.writers import writes
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
+from piper_compiler.capture.measured import MetricNode
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_ir.errors import CaptureError
 from piper_ir.program import LossKind
@@ -43,6 +44,7 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
         if not adding:
             return replace(forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model)
         forward = _divided(forward)
+    original = Original.of(forward)
     forward = write_divisions(forward)
     before, found = set(forward.graph.nodes), Dependences(forward)
     forward = replace(forward, of_model=found.of_model)
@@ -50,10 +52,10 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
         raise compares_rows(forward.graph.nodes) or _refused(found.bent, BENT_REASON)
     mixed = found.of[forward.loss].mixed
     if mixed is not None or found.of[forward.loss].terms is None:
-        return _beside(_by_trial(forward, found), adding)
+        return _beside(_by_trial(forward, found, original), adding)
     made = _written(forward, found, undivided=bool(adding))
-    trial = LossTrial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")])
-    if trial.adds_up(made, forward.loss) is False:
+    trial = LossTrial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")], original)
+    if trial.adds_up(made) is False:
         reason = "the loss is not the sum over its rows that it seems to be"
         raise compares_rows(forward.graph.nodes) or _refused(forward.loss, reason)
     return _beside(made, adding)
@@ -98,28 +100,77 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
 
     If it may not be divided in the end (`undivided`), it reads numbers of the whole batch instead.
     """
-    terms = found.of[forward.loss].terms or frozenset()
-    bases, divisors = {t.base for t in terms}, {t.divisor for t in terms if t.divisor is not None}
-    if not divisors and bases <= {"mean", "constant"}:
-        return replace(forward, loss_kind="mean")
-    if not divisors and bases == {"sum"} and not undivided:
-        return replace(forward, loss_kind="total")
-    nodes = [d for d in divisors if isinstance(d, fx.Node)]
-    alone = all(t.divisor is not None or t.base == "constant" for t in terms)
-    changed = any(writes(n) for n in found.tail)
-    if alone and not undivided and len(nodes) == len(divisors) and same_values(nodes, changed=changed):
-        total, weight = WrittenPair(forward, found.of, nodes).written()
-        return replace(forward, loss=total, weight=weight, loss_kind="sum")
-    if any(found.of[d].model for d in nodes):
+    made = _added_up(forward, found, undivided=undivided)
+    if made is not None:
+        return made
+    if any(found.of[d].model for d in _divisors(forward, found)):
         raise _refused(forward.loss, "the loss divides by a number that the model makes, and has other terms beside")
     return Totals(forward, found).written()
 
 
-def _by_trial(forward: Forward, found: Dependences) -> Forward:
+def _divisors(forward: Forward, found: Dependences) -> list[fx.Node]:
+    return [t.divisor for t in found.of[forward.loss].terms or () if isinstance(t.divisor, fx.Node)]
+
+
+def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forward | None:
+    """Return the graph with the loss as a mean, a sum or a pair; None where it is none of these."""
+    terms = found.of[forward.loss].terms or frozenset()
+    bases, divisors = {t.base for t in terms}, {t.divisor for t in terms if t.divisor is not None}
+    if not divisors and bases <= {"mean", "constant"}:
+        return replace(forward, loss_kind="mean")
+    if undivided:
+        return None
+    if not divisors and bases == {"sum"}:
+        return replace(forward, loss_kind="total")
+    nodes = list(dict.fromkeys(_divisors(forward, found)))
+    alone = all(t.divisor is not None or t.base == "constant" for t in terms)
+    changed = any(writes(n) for n in found.tail)
+    if not alone or len(nodes) != len(divisors) or not same_values(nodes, changed=changed):
+        return None
+    total, weight = WrittenPair(forward, found.of, nodes).written()
+    return replace(forward, loss=total, weight=weight, loss_kind="sum")
+
+
+def with_metrics_of_batch(forward: Forward) -> Forward:
+    """Return the graph with metrics that add up to those of the whole batch, as far as they are understood.
+
+    One that divides a sum by a number of the batch becomes a pair, and one that is a sum is added up. Any other stays a
+    mean over microbatches.
+    """
+    paired = {m.name for m in forward.metrics if m.kind == "metric_weight"}
+    found = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
+    return replace(forward, metrics=tuple(m for metrics in found for m in metrics))
+
+
+def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
+    alone = replace(forward, loss=metric.node, weight=None, counted=None)
+    original = Original.of(alone)
+    alone = write_divisions(alone)
+    before, found = set(alone.graph.nodes), Dependences(alone)
+    metric, of_it = replace(metric, node=alone.loss), found.of[alone.loss]
+    if found.bent is not None or of_it.mixed is not None or of_it.terms is None or not of_it.terms:
+        return [metric]
+    made = _added_up(alone, found, undivided=False)
+    if made is None or made.loss_kind == "mean":
+        return [metric]
+    trial = LossTrial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before)], original)
+    if trial.adds_up(made) is False:
+        return [metric]
+    if made.weight is None:
+        return [replace(metric, kind="metric_total", node=made.loss)]
+    return [replace(metric, node=made.loss), replace(metric, kind="metric_weight", node=made.weight)]
+
+
+def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
     """Return the graph of a loss that is a mean or a sum by its numbers; refuse another one by name."""
-    trial, kinds = LossTrial(forward, found.tail), get_args(LossKind)
+    trial, kinds = LossTrial(forward, found.tail, original), get_args(LossKind)
+    unknown = forward.loss if forward.loss not in found.tail else trial.unknown(found.of)
+    if unknown is not None:
+        raise compares_rows(forward.graph.nodes) or _refused(
+            unknown, "makes a number of several rows where Piper does not see how"
+        )
     for kind in kinds[0], kinds[-1]:
-        if trial.adds_up(made := replace(forward, loss_kind=kind), forward.loss):
+        if trial.adds_up(made := replace(forward, loss_kind=kind)):
             return made
     where = found.of[forward.loss].mixed or forward.loss
     reason = "combines rows of the batch, so that the loss is neither a sum nor a mean over rows"

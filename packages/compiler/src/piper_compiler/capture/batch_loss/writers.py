@@ -20,18 +20,29 @@ SAME = frozenset(
 """The calls that are linear in their first argument, and have no other tensor."""
 VIEWS = SAME - {"clone", "neg"}
 """The calls that may give a view of their first argument."""
+_ALIKE = {"ones_like": 1.0, "zeros_like": 0.0, "new_ones": 1.0, "new_zeros": 0.0, "full_like": 1, "new_full": 2}
+"""The calls that take no numbers from a tensor: what they fill in, or, an int, the place of the argument that says so."""
 AUGMENTED = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow})
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return nodes with all that they are made of."""
+def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
+    """Return nodes with all that they are made of; with `shapes`, also tensors of which they have the shape alone."""
     found, queue = set[fx.Node](), list(nodes)
     while queue:
         node = queue.pop()
         if node not in found:
             found.add(node)
-            queue += node.all_input_nodes
+            queue += node.all_input_nodes if shapes or filling(node) is None else ()
     return found
+
+
+def filling(node: fx.Node) -> float | None:
+    """Return the number in a tensor that has nothing but the shape and dtype of another; None for any other tensor."""
+    position = _ALIKE.get(call_name(node)) if node.op in ("call_function", "call_method") else None
+    if position is None or not isinstance(position, int):
+        return position
+    value = node.args[position] if len(node.args) > position else node.kwargs.get("fill_value")
+    return float(value) if isinstance(value, int | float) else None
 
 
 def writes(node: fx.Node) -> bool:
@@ -68,13 +79,13 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def with_writers(graph: fx.Graph, nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Return nodes with the calls that change one of them in place, and what these calls read."""
+def with_writers(graph: fx.Graph, nodes: Collection[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
+    """Return nodes with the calls that change one of them in place, and what these calls read (see `ancestors`)."""
     found = set(nodes)
     while True:
         owners = {owner(n) for n in found}
         writers = [(n, target) for n in graph.nodes if n not in found and (target := written(n)) is not None]
-        more = ancestors(n for n, target in writers if owner(target) in owners) - found
+        more = ancestors((n for n, target in writers if owner(target) in owners), shapes=shapes) - found
         if not more:
             return found
         found |= more
