@@ -8,7 +8,6 @@ import pickle
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import torch
 
 from piper_ir.errors import JobError
+from piper_runtime.rank.code_names import origin_of
 from piper_runtime.rank.module_state import ModuleState, module_state
 
 RECIPE_MARK = "__piper_recipe__"
@@ -108,22 +108,9 @@ def _only_here(name: str, module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
         return False
-    found = _origin(name)
+    found = origin_of(name)
     return found is None or Path(found).resolve() != Path(file).resolve()
 
 
 def _in_library(file: str) -> bool:
     return any(part in ("site-packages", "dist-packages") for part in Path(file).parts) or file.startswith(sys.base_prefix)
-
-
-def _origin(name: str) -> str | None:
-    """Return the file that `import name` would load in a new process, found without importing."""
-    path = None
-    spec = None
-    parts = name.split(".")
-    for depth in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or [])
-    return spec.origin if spec is not None else None
