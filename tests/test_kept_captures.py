@@ -21,7 +21,7 @@ import pytest
 from platformdirs import user_cache_path
 
 import piper
-from piper.api import capturing, installed, kept_captures
+from piper.api import capturing, installed, kept_captures, package_settings
 from piper.api.installed import InstalledState
 from piper_compiler.capture import StoredCode
 from piper_ir.errors import CaptureError, PiperWarning
@@ -75,7 +75,8 @@ def counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
     found = Mock(wraps=capturing._capture)
     monkeypatch.setattr(capturing, "_capture", found)
     monkeypatch.setattr(kept_captures, "_FILES", {})
-    monkeypatch.setattr(installed, "_installed", list)  # packages that other tests have written and loaded do not count
+    for module in (installed, package_settings):  # packages that other tests have written and loaded do not count
+        monkeypatch.setattr(module, "installed_modules", list)
     forget_all(monkeypatch)
     return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from piper.api import installed
 from piper.api.capturing import capture_key
-from piper.api.installed import installed_state, settings
 from tests.capture_jobs import job
 
 NET = """
@@ -47,6 +44,11 @@ def net(value: str, before: str = "", make: str = "pass", imports: str = "pass",
 
 HELPER = "def f(x):\n    return x * NUMBER\n"
 INSIDE = {"stale_package/__init__.py": "", "stale_package/inner/__init__.py": "", "stale_package/helper.py": HELPER}
+CALLED = """from pathlib import Path
+@torch._dynamo.assume_constant_result
+def k():
+    return int(Path(__file__).with_name('number.txt').read_text())
+"""
 DECORATED = "from installed_of_test import wrap\n@wrap\ndef f(x):\n    return x * NUMBER"
 ENTERED = "import installed_of_test\ndef f(x):\n    return x * NUMBER\ninstalled_of_test.TABLE{how}"
 REGISTRY = "class Table:\n    known = {}\n    @classmethod\n    def add(cls, f): cls.known['f'] = f\nTABLE = Table()\n"
@@ -95,6 +97,10 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a function of torch that was replaced": {
         "stale_model.py": net("self.act(x)", "nn.functional.gelu = lambda x, **_: x * NUMBER", make="self.act = nn.GELU()"),
+    },
+    "a function that a trace calls": {
+        "stale_model.py": net("x * k()", CALLED),
+        "number.txt": "NUMBER",
     },
     "a decorator of an installed package": {
         "stale_model.py": net("f(x)", DECORATED),
@@ -226,111 +232,6 @@ def test_functions_of_torch_in_the_place_of_others_count(name: str) -> None:
     assert capture_key(job(nn.Identity)) == before
 
 
-PACKAGE = """
-import os
-SCALE = {'a': NUMBER}
-PLAIN = NUMBER
-class Sizes:
-    hidden = NUMBER
-    _width = NUMBER
-class Options(dict):
-    pass
-class Settings:
-    pass
-OPTIONS, SETTINGS, PARTS = Options(a=1), Settings(), []
-def inner(x):
-    return x * int(os.environ.get("STALE_SCALE", "1"))
-"""
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installed package without torch, as old as this process; no other counts, for tests may have put things there."""
-    every = installed._installed
-    monkeypatch.setattr(installed, "_installed", lambda: [found for found in every() if found[0] == "installed_of_test"])
-    monkeypatch.setattr(installed, "started", lambda: float("inf"))
-    write(tmp_path, {"site-packages/installed_of_test.py": PACKAGE}, 2)
-    with modules_apart(tmp_path):
-        # Settings of packages count that use torch or that a module of the user's names, which this one is.
-        monkeypatch.setitem(globals(), "package_of_test", importlib.import_module("installed_of_test"))
-        yield tmp_path / "site-packages" / "installed_of_test.py"
-
-
-def change_source(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package.write_text(package.read_text().replace("x * int", "x + int"))
-
-
-def change_a_setting(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().SCALE["a"] = 3
-
-
-def change_a_plain_variable(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().PLAIN = 3
-
-
-def change_a_class(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set an attribute that the package may have read from a file."""
-    loaded().Sizes.hidden = 3
-
-
-def change_a_private_attribute(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().Sizes._width = 3
-
-
-def fill_a_container_of_the_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().OPTIONS["b"] = {"c": [{"d": 1}]}
-
-
-def fill_a_list(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().PARTS.append("gelu")
-
-
-def set_an_attribute_of_an_object(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().SETTINGS.scale = 3
-
-
-def change_the_source_but_not_its_size_and_time(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do as conda, nix and `cp -p` do, which give every file of a package one time."""
-    found = package.stat()
-    package.write_text(package.read_text().replace("x * int", "x + int"))
-    os.utime(package, ns=(found.st_atime_ns, found.st_mtime_ns))
-    assert (package.stat().st_size, package.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
-
-
-def remove_the_source(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package.unlink()
-
-
-def loaded() -> Any:
-    return sys.modules["installed_of_test"]
-
-
-def put_a_function(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().inner = change_source
-
-
-def change_the_environment(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STALE_SCALE", "2")
-
-
-@pytest.mark.parametrize("change", [
-    change_source, change_the_source_but_not_its_size_and_time, remove_the_source, change_a_setting, change_a_plain_variable,
-    change_a_class, change_a_private_attribute, fill_a_container_of_the_package, fill_a_list, set_an_attribute_of_an_object,
-    put_a_function, change_the_environment,
-])  # fmt: skip
-def test_what_an_installed_package_depends_on_is_the_same_or_seen(
-    change: Callable[[Path, pytest.MonkeyPatch], None], package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = settings()
-    assert before is not None and "installed_of_test" in before
-    kept = installed_state(before)
-    assert kept is not None and kept.environment == {**kept.environment, "STALE_SCALE": None}
-    package.touch()  # another time, and the same source
-    assert kept.hold()
-    change(package, monkeypatch)
-    assert not kept.hold()
-
-
 @pytest.mark.parametrize(("asked", "set_to"), [("get_num_threads", torch.set_num_threads), ("initial_seed", torch.manual_seed)])
 def test_a_constructor_that_asks_torch_for_settings_counts_by_what_it_makes(asked: str, set_to: Callable[[int], object]) -> None:
     scope: dict[str, Any] = {"__name__": __name__}
@@ -341,32 +242,3 @@ def test_a_constructor_that_asks_torch_for_settings_counts_by_what_it_makes(aske
         keys.append(capture_key(job(scope["Net"])))
     set_to(before)
     assert keys[1] is not None and keys[0] != keys[1] == keys[2]
-
-
-def test_nothing_is_kept_where_a_loaded_file_is_newer_than_the_process(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert installed_state({}) is None
-
-
-class Lazy(dict[str, int]):
-    """A mapping that imports what it names when it is read, and cannot, as transformers has them."""
-
-    __module__ = "installed_of_test"
-
-    def __len__(self) -> int:
-        raise ImportError
-
-    items = __len__  # type: ignore[assignment]  # whatever is asked for
-
-
-def test_mappings_that_import_what_they_name_are_not_read(package: Path) -> None:
-    before = settings(["installed_of_test"])
-    loaded().lazy = Lazy(a=1)
-    after = settings(["installed_of_test"])
-    assert before is not None and after is not None and before != after
-
-
-def test_compiled_functions_of_an_installed_package_are_not_the_users() -> None:
-    """Optuna's storages hold classes of sqlalchemy, whose methods Cython compiled: a search with a file keeps captures, too."""
-    importlib.import_module("optuna.storages._rdb.models")
-    assert settings(["optuna.storages._rdb.models"])

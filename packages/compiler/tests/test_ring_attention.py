@@ -5,6 +5,7 @@ The faults are those that such code has had elsewhere; each gives wrong numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -143,6 +144,21 @@ def test_what_is_refused() -> None:
     case = Case(without, ("value", "param"), (drawn(ROWS, 8, WIDTH, seed=1), drawn(WIDTH, WIDTH, seed=2)))
     with pytest.raises(DirectiveError, match="attention='ring': the model has no attention that could be computed so"):
         shared_by(case, [asked(2, "ring")])
+
+
+@pytest.mark.parametrize(
+    ("degree", "way_out"), [(2, 'use order="blocks" or attention="heads", '), (4, 'use attention="heads", ')]
+)
+def test_tokens_that_an_op_takes_as_too_few_blocks_are_refused_as_such(degree: int, way_out: str) -> None:
+    """The number of tokens is even enough, so another number of devices, or blocks in place of zigzag, need not help."""
+    plain = layer(16)
+
+    def in_blocks(x: Tensor, *weights: Tensor) -> Tensor:
+        return plain.function((x.view(ROWS, 2, 8, WIDTH) * drawn(2, 1, 1, seed=6)).view(ROWS, 16, WIDTH), *weights)
+
+    said = f"16 tokens as 2 blocks, which {degree} devices cannot share, two each in zigzag order; {way_out}"
+    with pytest.raises(DirectiveError, match=said):
+        shared_by(replace(plain, function=in_blocks), [asked(degree, "gather")])
 
 
 @pytest.mark.parametrize("fault", FAULTS)

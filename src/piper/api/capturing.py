@@ -90,7 +90,7 @@ def layered_by(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
     """Return the capture that is cut at the layers that are asked for; none stand for the usual ones."""
     from piper_compiler.capture import with_layers
 
-    with working("capturing the model"), no_garbage_collection():
+    with working("cutting the model at its layers"), no_garbage_collection():
         made = with_layers(traced, asked)
     write_first(traced)
     return made

@@ -82,7 +82,8 @@ def kept_or_made(content: Callable[[], str | None], make: Callable[[], Traced]) 
 
     Without a content nothing is kept.
     """
-    from piper.api.installed import installed_state, settings
+    from piper.api.installed import installed_state
+    from piper.api.package_settings import settings
 
     found = content()
     folder = kept_folder() if found is not None else None

@@ -6,7 +6,7 @@ May import: data, weights.
 from piper_runtime.rank.allocator import keep_freed_memory
 from piper_runtime.rank.batches import call_batch
 from piper_runtime.rank.code import ExportedCode, ShippedCode
-from piper_runtime.rank.code_names import Home, Import, cells, full_name, home_of, is_foreign, names_in
+from piper_runtime.rank.code_names import Home, Import, cells, full_name, function_of, home_of, is_foreign, names_in, origin_of
 from piper_runtime.rank.device import choose_device, default_kind, using
 from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.feed import upload
@@ -14,6 +14,7 @@ from piper_runtime.rank.job import InitialState, Job, materialize
 from piper_runtime.rank.job_evaluation import of_loss, of_outputs
 from piper_runtime.rank.optimizer_groups import OptimizerSpec, optimizer_spec
 from piper_runtime.rank.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations
+from piper_runtime.rank.own_writes import names_of_the_process
 from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.precision import Precision
 from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
@@ -46,14 +47,17 @@ __all__ = [
     "default_kind",
     "elementwise",
     "full_name",
+    "function_of",
     "home_of",
     "is_foreign",
     "keep_freed_memory",
     "materialize",
     "names_in",
+    "names_of_the_process",
     "of_loss",
     "of_outputs",
     "optimizer_spec",
+    "origin_of",
     "pack",
     "per_parameter",
     "Draws",

@@ -12,6 +12,7 @@ import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -118,3 +119,27 @@ def _home_of(name: str, file: str | None, origin: str | None) -> Home:
 def is_foreign(value: object) -> bool:
     """Return whether a function that torch, Piper or Python's library holds was put there by someone else."""
     return isinstance(value, types.FunctionType) and home_of(value.__globals__.get("__name__")) != "known"
+
+
+def function_of(value: object) -> object:
+    """Return the function behind an attribute of a class."""
+    match value:
+        case property():
+            return value.fget
+        case classmethod() | staticmethod():
+            return value.__func__
+        case _:
+            return value
+
+
+def origin_of(name: str) -> str | None:
+    """Return the file that `import name` would load in a new process, found without importing."""
+    path = None
+    spec = None
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec.origin if spec is not None else None

@@ -234,10 +234,14 @@ def _check_tokens(chosen: _Chosen) -> None:
                 f"shard: {tokens_text(nest)} cannot be shared by {degree} devices ({axes}){instead(nest, degree)}"
             )
         for claim in claims:
-            if claim.asked.attention != HEADS_AROUND and nest[0].size % (halves * claim.asked.degree):
+            around = claim.asked.attention == HEADS_AROUND
+            if (claim.halved(nest) or not around) and nest[0].size % (halves * claim.asked.degree):
+                ways = ['order="blocks"'] * (halves > 1 and (around or nest[0].size % claim.asked.degree == 0))
+                ways += ['attention="heads"' + ', order="blocks"' * (halves > 1)] * (not around)
                 raise DirectiveError(
                     f'attention="{claim.asked.attention}" over {claim.asked.over}: an op takes the {size} tokens as '
-                    f'{nest[0].size} blocks, which {claim.asked.degree} devices cannot share; use attention="heads"'
+                    f"{nest[0].size} blocks, which {claim.asked.degree} devices cannot share"
+                    f"{', two each in zigzag order' * (halves > 1)}; use {' or '.join(ways)}"
                 )
 
 
@@ -249,7 +253,7 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
     def fits(degree: int) -> bool:
         return steps_of(nest, 2 * degree * others) is not None
 
-    if fits(context.degree) and nest[0].size % (2 * context.degree) == 0:
+    if fits(context.degree):
         return
     fitting = [d for d in range(1, size + 1) if d != context.degree and fits(d)]
     nearest = min(fitting, key=lambda d: (abs(d - context.degree), d), default=0)
