@@ -77,7 +77,7 @@ def ignoring(read: Any) -> Any:
 
 def _unchecked() -> Any:
     """Leave out the trial on numbers, which refuses the loss before anything is trained."""
-    return mock.patch("piper_compiler.capture.batch_loss.understood.Trial.adds_up", lambda *_: None)
+    return mock.patch("piper_compiler.capture.batch_loss.understood.LossTrial.adds_up", lambda *_: None)
 
 
 def ignored_targets_counted(c: Composition) -> Judged | None:

@@ -117,6 +117,6 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         with torch.no_grad():
             found = [metric(model(x), t) for x, t in batches]
         first, second = (float(v[0] / v[1]) if isinstance(v, tuple) else float(v) for v in found)
-        assert run.metrics[0][name] == pytest.approx(first, rel=1e-9), name
+        assert run.metrics[0][name] == pytest.approx(first, rel=1e-6), name  # torch's own mean is one in float32
         if name in COUNTS:
             assert run.evaluations[0][name] == first + second

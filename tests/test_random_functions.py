@@ -42,6 +42,10 @@ FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
     "halves of each row": lambda y: y * sum(torch.rand(y.shape[0] * 2).view(-1, 2).chunk(2, 1)),
     "every other one": lambda y: y * (torch.rand(y.shape[0] * 2) + 1)[::2, None],
     "rows repeated one by one": lambda y: F.dropout(y.repeat_interleave(2, 0), 0.5).view(-1, 2, WIDTH).sum(1),
+    "an order of each row's": lambda y: y.gather(1, torch.rand_like(y).argsort(1)),
+    "one of each row's": lambda y: y * torch.rand(len(y), 3)[torch.arange(len(y)), torch.randint(0, 3, (len(y),))][:, None],
+    "twice": lambda y: y * torch.cat([torch.rand(len(y), 1)] * 2).chunk(2)[1],
+    "form of a row": lambda y: y * torch.rand(len(y), 1) + torch.rand(len(y), 1).new_zeros(WIDTH),
     "several entries for each row": lambda y: y * torch.rand(y.shape[0] * WIDTH).view(-1, WIDTH),
 }
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -159,7 +163,7 @@ def test_other_numbers_are_told(draws: dict[str, Callable[[Tensor], Tensor]], mo
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "poisson": (lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)), "torch's poisson is not among"),
-    "order of rows": (lambda y: y + y[torch.randperm(y.shape[0])], "an order of the rows"),
+    "order of rows": (lambda y: y + torch.randperm(y.shape[0])[:, None], "an order of the rows"),
     "tokens around rows": (
         lambda y: F.dropout(y.t().reshape(-1), 0.5).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows inside"
     ),
@@ -177,6 +181,34 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }  # fmt: skip
 
 
+COMBINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows by the order of draws": lambda y: y[torch.rand(len(y)).argsort()],
+    "next row's": lambda y: y * torch.rand(len(y), 1).roll(1, 0),
+    "shares of the rows": lambda y: y * torch.rand(len(y), 1).softmax(0),
+    "mean of the rows": lambda y: y * torch.randn(len(y), WIDTH).mean(0),
+    "the first row's": lambda y: y * torch.rand(len(y), 1)[0],
+    "gumbel softmax of the rows": lambda y: F.gumbel_softmax(y, dim=0),
+    "any of the rows": lambda y: y[torch.randint(0, len(y), (len(y),))],
+    "times the rows": lambda y: y * (torch.rand(len(y), 1) * len(y)),
+    "in place": lambda y: y * torch.zeros(len(y), 1).copy_(torch.rand(len(y), 1)).flip(0),
+    "dropout of ones": lambda y: y * F.dropout(torch.ones_like(y)).flip(0),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_draws_whose_rows_are_combined_are_refused_by_line(name: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_random_functions.py:\d+ .*(combines rows of the batch|number of rows)"):
+        drawn(lambda: nn.Sequential(Sum({name: COMBINED[name]}), nn.Linear(WIDTH, WIDTH)))
+
+
+def test_a_loss_may_not_read_a_mean_of_draws_beside_what_the_model_computes() -> None:
+    def weighed() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Sum({"": lambda y: y * torch.rand(len(y), 1).mean(0)}))
+
+    with pytest.raises(CaptureError, match=r"test_random_functions.py:\d+ .*(combines rows|sum or a mean over rows of what)"):
+        drawn(weighed)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
     draw, reason = REFUSED[name]
@@ -186,7 +218,7 @@ def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
 
 def test_torchs_own_numbers_are_those_of_the_same_microbatches() -> None:
     draws = {**FACTORIES, **FUNCTIONS, **{name: draw for name, (draw, _) in REFUSED.items()}}
-    report = drawn(lambda: Sum(draws), draws="microbatches")
+    report = drawn(lambda: Sum(draws), draws="microbatches", loss_over="microbatch")
     assert report.equal and report.equal_whole_batch is None
 
 

@@ -9,8 +9,10 @@ from functools import cached_property
 import torch
 
 from piper_compiler.capture.batch_loss import counting
+from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, cut_chunk, trace_joint
+from piper_ir.errors import CaptureError
 from piper_ir.ops import KEEP_ALL
 
 
@@ -35,7 +37,15 @@ class CounterSpec:
         """Return the counter as a chunk with an F alone."""
         module, reads = counting(self.forward, rows)
         inputs = [JointInput("batch", self._example(name, rows)) for name in reads]
-        return cut_chunk(trace_joint(module, inputs, (False,)), KEEP_ALL)
+        made = cut_chunk(trace_joint(module, inputs, (False,)), KEEP_ALL)
+        if made.draws:
+            drawn = next(n for n in self.forward.graph.nodes if n.name == made.draws[0].origin)
+            raise CaptureError(
+                f"{line_of(drawn)}: the loss reads a sum or a mean over rows of what is drawn here, beside what the model "
+                "computes. Numbers of the whole batch are counted before a step, where nothing is drawn: draw what all rows "
+                "share without them, such as torch.rand(()), or return a pair (sum, weight)"
+            )
+        return made
 
     def _example(self, name: str, rows: int) -> torch.Tensor:
         tensor = self.forward.batch[name]

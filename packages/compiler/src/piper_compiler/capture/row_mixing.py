@@ -61,7 +61,7 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     varying = _varying(few, many)
     if varying is None:
         return
-    rows = _Rows(many, specs, varying)
+    rows = _Rows(many, specs, varying, dict(zip(many.graph.nodes, few.graph.nodes, strict=True)))
     found = [n for n in judged if not rows.keeps_apart(n)]
     unknown = [n for n in found if not rows.indexes.ops[n].known]
     if not found:
@@ -136,8 +136,15 @@ class RowsInDim:
 class _Rows:
     """Follow the rows of a chunk's inputs through its joint graph."""
 
-    def __init__(self, joint: Joint, specs: Sequence[TensorSpec], varying: Mapping[TensorKey, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        specs: Sequence[TensorSpec],
+        varying: Mapping[TensorKey, tuple[int, ...]],
+        fewer: Mapping[fx.Node, fx.Node],
+    ) -> None:
         self.indexes: Indexed = indexed(joint)
+        self._fewer = fewer
         self._varying = varying
         self._rows: set[LoopIndex] = set()
         for node in joint.inputs[: len(specs)]:
@@ -152,9 +159,11 @@ class _Rows:
         """Return whether an op computes each row by itself."""
         op = self.indexes.ops[node]
         made = [k for k, t in enumerate(op.call.results) if t.numel() and (node, k) in self._varying and self._used(node, k)]
+        if _computes_with_numbers(node) and _numbers(node) != _numbers(self._fewer[node]):
+            return False
         if is_draw(node.target, node.args, node.kwargs) or _only_shape(node):
             self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
-            return True
+            return not any(self._varying[key] for key in op.keys) or all(self._varying[node, k] for k in made)
         given = {i for key in op.keys for dim in self._of_rows(key) for i in dim}
         if not given:
             numbered = node.target in NUMBERS and any(self._varying[node, k] for k in made)
@@ -199,6 +208,16 @@ class _Rows:
                 return RowsInDim(dims[0], outer)
             outer *= index.size
         return RowsInDim(dims[0], 1)
+
+
+def _computes_with_numbers(node: fx.Node) -> bool:
+    """Return whether the numbers among an op's arguments are values, and no sizes or dimensions."""
+    assert isinstance(node.target, OpOverload)
+    return torch.Tag.pointwise in node.target.tags or is_draw(node.target, node.args, node.kwargs)
+
+
+def _numbers(node: fx.Node) -> tuple[float, ...]:
+    return tuple(a for a in (*node.args, *node.kwargs.values()) if isinstance(a, int | float))
 
 
 def _only_shape(node: fx.Node) -> bool:

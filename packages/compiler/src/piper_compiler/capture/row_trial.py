@@ -54,11 +54,12 @@ class RowTrial:
         generator = torch.Generator().manual_seed(seed)
         kinds = zip(self._whole.inputs, self._whole.kinds, strict=True)
         given = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
+        given |= {n: _drawn(n, generator) for n in self._whole.graph.nodes if is_draw(n.target, n.args, n.kwargs)}
         wanted = self._run(self._whole, given, self._asked)
         parts = []
         for number, joint in enumerate((self._first, self._second)):
             twin = dict(zip(self._whole.graph.nodes, joint.graph.nodes, strict=True))
-            own = {twin[n]: self._part(n, value, number) for n, value in given.items()}
+            own = {twin[n]: self._parts_of(n, value, number) for n, value in given.items()}
             parts.append(self._run(joint, own, [twin[n] for n in self._asked]))
         return all(self._equal(n, wanted[k], [p[k] for p in parts]) for k, n in enumerate(self._asked))
 
@@ -75,11 +76,16 @@ class RowTrial:
                 if node not in needed or node in env:
                     continue
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = _drawn(node) if is_draw(node.target, node.args, node.kwargs) else node.target(*args, **kwargs)
+                env[node] = node.target(*args, **kwargs)
         return [env[n] for n in asked]
 
-    def _part(self, node: fx.Node, value: Tensor, number: int) -> Tensor:
-        lying = self._parts(key_of(node))
+    def _parts_of(self, node: fx.Node, value: Any, number: int) -> Any:
+        if not isinstance(value, tuple):
+            return self._part((node, 0), value, number)
+        return tuple(self._part((node, k), each, number) for k, each in enumerate(value))
+
+    def _part(self, key: TensorKey, value: Tensor, number: int) -> Tensor:
+        lying = self._parts(key)
         if lying is None:
             return value
         rows = value.unflatten(lying.dim, (lying.outer, sum(PARTS), -1))
@@ -88,7 +94,7 @@ class RowTrial:
     def _equal(self, node: fx.Node, whole: Any, parts: Sequence[Any]) -> bool:
         if not isinstance(whole, Tensor):
             return True
-        return all(_near(self._part(node, whole, number), part) for number, part in enumerate(parts))
+        return all(_near(self._part(key_of(node), whole, number), part) for number, part in enumerate(parts))
 
 
 def _elements(joint: Joint) -> int:
@@ -107,11 +113,11 @@ def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(like.dtype)
 
 
-def _drawn(node: fx.Node) -> Any:
-    """Return the same numbers for every row in place of random ones."""
+def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
+    """Return numbers in place of those that an op would draw: the same for a row in the whole and in its part."""
     value = node.meta["val"]
-    made = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in (value if isinstance(value, tuple | list) else (value,))]
-    return tuple(made) if isinstance(value, tuple | list) else made[0]
+    made = tuple(_random(t, generator, trained=False) for t in (value if isinstance(value, tuple | list) else (value,)))
+    return made if isinstance(value, tuple | list) else made[0]
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
