@@ -45,14 +45,6 @@ class Options(dict):
 class Settings:
     pass
 OPTIONS, SETTINGS, PARTS, NAMED = Options(a=1), Settings(), [], dict(a=1, b=2)
-class Outer:
-    class Inner:
-        width = NUMBER
-def made(k):
-    def closed(x):
-        return x * k
-    return closed
-_SETTINGS, closed, KINDS = Settings(), made(NUMBER), {'a': Sizes}
 def inner(x):
     return x * int(os.environ.get("STALE_SCALE", "1"))
 """
@@ -134,34 +126,6 @@ def come_from_elsewhere(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded(), "__file__", str(package.with_name("other.py")))
 
 
-def change_a_private_object(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded()._SETTINGS.scale = 3
-
-
-def change_a_class_in_a_class(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().Outer.Inner.width = 3
-
-
-def change_a_variable_around_a_function(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().closed.__closure__[0].cell_contents = 3
-
-
-def change_a_default_argument(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().inner.__defaults__ = (3,)
-
-
-def change_an_attribute_of_a_function(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().inner.scale = 3
-
-
-def take_another_class_of_the_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().KINDS["a"] = loaded().Options
-
-
-def take_another_function_of_the_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded().closed = loaded().made
-
-
 def remove_the_source(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.unlink()
 
@@ -183,8 +147,6 @@ def change_the_environment(package: Path, monkeypatch: pytest.MonkeyPatch) -> No
     change_a_class, change_a_private_attribute, fill_a_container_of_the_package, fill_a_list, set_an_attribute_of_an_object,
     put_a_function, change_the_environment, change_a_data_file, change_an_array, change_an_order,
     change_the_order_of_a_mapping_by_name, come_from_elsewhere,
-    change_a_private_object, change_a_class_in_a_class, change_a_variable_around_a_function, change_a_default_argument,
-    change_an_attribute_of_a_function, take_another_class_of_the_package, take_another_function_of_the_package,
 ])  # fmt: skip
 def test_what_an_installed_package_depends_on_is_the_same_or_seen(
     change: Callable[[Path, pytest.MonkeyPatch], None], package: Path, monkeypatch: pytest.MonkeyPatch

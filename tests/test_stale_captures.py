@@ -44,11 +44,6 @@ def net(value: str, before: str = "", make: str = "pass", imports: str = "pass",
 
 HELPER = "def f(x):\n    return x * NUMBER\n"
 INSIDE = {"stale_package/__init__.py": "", "stale_package/inner/__init__.py": "", "stale_package/helper.py": HELPER}
-CALLED = """from pathlib import Path
-@torch._dynamo.assume_constant_result
-def k():
-    return int(Path(__file__).with_name('number.txt').read_text())
-"""
 DECORATED = "from installed_of_test import wrap\n@wrap\ndef f(x):\n    return x * NUMBER"
 ENTERED = "import installed_of_test\ndef f(x):\n    return x * NUMBER\ninstalled_of_test.TABLE{how}"
 REGISTRY = "class Table:\n    known = {}\n    @classmethod\n    def add(cls, f): cls.known['f'] = f\nTABLE = Table()\n"
@@ -97,10 +92,6 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a function of torch that was replaced": {
         "stale_model.py": net("self.act(x)", "nn.functional.gelu = lambda x, **_: x * NUMBER", make="self.act = nn.GELU()"),
-    },
-    "a function that a trace calls": {
-        "stale_model.py": net("x * k()", CALLED),
-        "number.txt": "NUMBER",
     },
     "a decorator of an installed package": {
         "stale_model.py": net("f(x)", DECORATED),

@@ -176,7 +176,6 @@ class _Walk:
             return self._check_pure(function.__globals__.get("__name__"))
         if self._runs and home == "installed":
             raise Unseen
-        self._runs |= bool(getattr(function, "_dynamo_marked_constant", False))  # a trace runs it, and keeps the result
         self.add(function.__code__)
         for name, value in read_by(function, self._runs, self._lines):
             self._token("name", name)
@@ -251,7 +250,7 @@ class _Walk:
         """Add an object by its type, its items, and its attributes."""
         self.add(type(value))
         installed = home_of(type(value).__module__) == "installed"
-        held = {name: part for name, part in attributes(value) if not (installed and is_hash(name, part))}
+        attributes = {name: part for name, part in _attributes(value) if not (installed and _is_hash(name, part))}
         contains = isinstance(value, CONTAINERS)
         if contains:
             self._container(value, home)
@@ -261,9 +260,9 @@ class _Walk:
             self._all("copied", copied)
         elif not contains and (view := _view(value)) is not None:
             self._buffer(view)
-        elif not contains and not held and not hasattr(value, "__dict__") and not _made_in_python(type(value)):
+        elif not contains and not attributes and not hasattr(value, "__dict__") and not _made_in_python(type(value)):
             raise Unseen
-        self._all("attributes", (part for pair in held.items() for part in pair))
+        self._all("attributes", (part for pair in attributes.items() for part in pair))
 
     def _container(self, value: Any, home: Home) -> None:
         self._token("items", len(value))
@@ -303,7 +302,7 @@ class _Walk:
         self.digest.update(len(text).to_bytes(8, "big") + text)
 
 
-def attributes(value: object) -> Iterator[tuple[str, object]]:
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of an instance's attributes, in its dictionary and in slots."""
     if isinstance(found := getattr(value, "__dict__", None), dict):
         yield from found.items()
@@ -312,7 +311,7 @@ def attributes(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{kind.__qualname__}.{name}", getattr(value, name)) for name in slots if hasattr(value, name))
 
 
-def is_hash(name: str, value: object) -> bool:
+def _is_hash(name: str, value: object) -> bool:
     """Return whether an attribute keeps what `hash` said.
 
     That is another number in each process, because Python seeds the hash of texts anew.

@@ -6,7 +6,6 @@ changed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import linecache
 import re
@@ -14,28 +13,21 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
 import torch
 
-from piper.api.content import attributes, content_of, is_hash
+from piper.api.content import content_of
 from piper.api.foreign import PLAIN, of_the_user
 from piper.api.reads import Unseen
-from piper_runtime.rank import cells, function_of, home_of, names_of_the_process
+from piper_runtime.rank import home_of, names_of_the_process
 
 MOST_ITEMS = 20_000
 """The length of a setting from which on it is a table, which nobody changes."""
-MOST_DEPTH = 5
-"""The depth of the nests of values that are looked into."""
 MOST_BYTES = 2**26
 """The most bytes of an array that are read; nothing is kept where a package holds a larger one."""
 _RANDOM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|.* at 0x[0-9a-f]+.*", re.DOTALL)
 """The texts that are others in each process: names that a package draws, such as that of a session, and addresses."""
 
-Seen = dict[tuple[int, int], tuple[int, object]]
-"""The type of what was looked at: id and orders -> the depth, and the object, so that no other one gets its id."""
 Settings = dict[str, dict[str, str]]
 """The type of settings: module -> variable, "Class.attribute", or "" for all that the user has put there -> digest."""
 
@@ -50,8 +42,7 @@ def settings(names: Iterable[str] | None = None) -> Settings | None:
     said = _texts_of_the_user()
     try:
         for name in sorted(_reached()) if names is None else sorted(names):
-            texts = _texts(name, said, {})
-            found[name] = {key: digest_of(text.encode("utf-8", "replace")) for key, text in texts}
+            found[name] = {key: digest_of(text.encode("utf-8", "replace")) for key, text in _texts(name, said)}
             values = {key: value for key, value in list(vars(sys.modules[name]).items()) if not key.startswith("__")}
             given = [part for value in values.values() for part in of_the_user(value, seen)]
             content = content_of(given, lines=True) if given else ""
@@ -84,35 +75,17 @@ def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _texts(module: str, said: str, seen: Seen) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a module's variables, and of the attributes of its classes.
-
-    A function or class that has its own name, and nothing that its source does not show, is left out.
-
-    Args:
-        module: its name.
-        said: the user's source.
-        seen: what other settings of the module have shown.
-    """
-    space = sys.modules[module]
-    for key, value in list(vars(space).items()):
-        named = isinstance(value, type | types.FunctionType)
-        if key.startswith("__") or (named and type(space) is not types.ModuleType):  # that one loads names on first use
+def _texts(module: str, said: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a module's variables, and of its classes' attributes; `said` is the user's source."""
+    for key, value in list(vars(sys.modules[module]).items()):
+        if key.startswith("__"):
             continue
-        if (text := _Text(_order(key, said), seen).of(value)) not in (None, f"{module}.{key}"):
-            yield key, str(text)
+        if (text := _text(value, _order(key, said), objects=key[0] != "_")) is not None:
+            yield key, text
         if isinstance(value, type) and value.__module__ == module:
-            yield from _of_class(key, value, said, seen)
-
-
-def _of_class(path: str, kind: type, said: str, seen: Seen) -> Iterator[tuple[str, str]]:
-    for name, value in list(vars(kind).items()):
-        if name.startswith("__"):
-            continue
-        if (text := _Text(_order(name, said), seen).of(value)) not in (None, f"{kind.__module__}.{kind.__qualname__}.{name}"):
-            yield f"{path}.{name}", str(text)
-        if isinstance(value, type) and value.__qualname__ == f"{kind.__qualname__}.{name}":
-            yield from _of_class(f"{path}.{name}", value, said, seen)
+            for name, part in list(vars(value).items()):
+                if not name.startswith("__") and (text := _text(part, _order(name, said))) is not None:
+                    yield f"{key}.{name}", text
 
 
 def _order(name: str, said: str) -> Set[type]:
@@ -126,70 +99,28 @@ def _order(name: str, said: str) -> Set[type]:
     return {tuple} if name[0] == "_" else {list, tuple}
 
 
-@dataclass(frozen=True)
-class _Text:
-    """Make the text of a setting.
+def _text(value: object, ordered: Set[type], depth: int = 4, objects: bool = False) -> str | None:
+    """Return the text of a plain value, an array, or a small nest of them; None for other values.
 
-    Attributes:
-        ordered: the types of containers whose order counts.
-        seen: the containers and objects that have been looked into, with the depth that was left; only a deeper look is
-            taken again.
+    With `objects`, objects of a package's own have a text, too. Raises Unseen for an array that is too large.
     """
-
-    ordered: Set[type]
-    seen: Seen
-
-    def of(self, value: object, depth: int = MOST_DEPTH) -> str | None:
-        """Return the text of a plain value, an array, a function or class, or a nest of them; None for another value.
-
-        Raises Unseen for an array that is too large.
-        """
-        if type(value) in PLAIN:
-            return None if isinstance(value, str) and _RANDOM.fullmatch(value) else repr(value)
-        if isinstance(value, type | types.BuiltinFunctionType):
-            return f"{value.__module__}.{value.__qualname__}"
-        place = id(value), len(self.ordered)
-        if isinstance(value, types.ModuleType) or depth <= self.seen.get(place, (0, None))[0]:
-            return None
-        self.seen[place] = depth, value
-        match value:
-            case types.FunctionType():
-                return self._function(value, depth)
-            case property() | classmethod() | staticmethod():
-                return self.of(function_of(value), depth)
-            case functools.partial():
-                return self.of((value.func, value.args, value.keywords), depth)
-            case Enum():
-                return self.of((type(value), value.name, value.value), depth)
-            case dict():
-                return self._dict(value, depth)
-            case list() | tuple() | set() | frozenset():
-                if len(value) >= MOST_ITEMS:
-                    return None
-                texts = [text for item in list(value) if (text := self.of(item, depth - 1)) is not None]
-                return repr(texts if isinstance(value, tuple(self.ordered)) else sorted(texts))
-        if (array := _bytes(value)) is not None:
-            return array
-        if home_of(type(value).__module__) == "installed":  # what the user has put there counts by its content
-            return self._dict({name: part for name, part in attributes(value) if not is_hash(name, part)}, depth)
-        return None
-
-    def _dict(self, value: dict[Any, Any], depth: int) -> str | None:
-        """Return the text of what is stored, as `dict` has it: a class may import packages in an `items` of its own."""
-        if dict.__len__(value) >= MOST_ITEMS:
-            return None
-        items = [(self.of(k, depth - 1), self.of(v, depth - 1)) for k, v in list(dict.items(value))]
+    if type(value) in PLAIN:
+        return None if isinstance(value, str) and _RANDOM.fullmatch(value) else repr(value)
+    if isinstance(value, types.ModuleType | type):
+        return None  # these have settings of their own
+    if depth and isinstance(value, dict) and dict.__len__(value) < MOST_ITEMS:
+        # What is stored, as `dict` has it: a class may import packages in an `items` of its own, and fail.
+        items = [(_text(k, ordered, 0), _text(v, ordered, depth - 1)) for k, v in list(dict.items(value))]
         pairs = [repr(pair) for pair in items if None not in pair]
-        return repr(pairs if dict in self.ordered else sorted(pairs))
-
-    def _function(self, function: types.FunctionType, depth: int) -> str:
-        """Return which function it is, with its default arguments, attributes, and the variables around it."""
-        name = f"{function.__module__}.{function.__qualname__}"
-        if home_of(function.__globals__.get("__name__")) != "installed":
-            return name
-        around = (function.__defaults__, function.__kwdefaults__, vars(function), tuple(cells(function)))
-        texts = [self.of(part, depth - 1) for part in around if part]
-        return f"{name} {texts}" if texts else name
+        return repr(pairs if dict in ordered else sorted(pairs))
+    if depth and isinstance(value, list | tuple | set | frozenset) and len(value) < MOST_ITEMS:
+        texts = [text for item in list(value) if (text := _text(item, ordered, depth - 1)) is not None]
+        return repr(texts if isinstance(value, tuple(ordered)) else sorted(texts))
+    if (array := _bytes(value)) is not None:
+        return array
+    if objects and home_of(type(value).__module__) == "installed" and isinstance(space := getattr(value, "__dict__", None), dict):
+        return _text(space, ordered, depth - 1)  # a container of settings that the package has made
+    return None
 
 
 def _bytes(value: object) -> str | None:
