@@ -154,7 +154,7 @@ def test_tokens_that_an_op_takes_as_too_few_blocks_are_refused_as_such(degree: i
     plain = layer(16)
 
     def in_blocks(x: Tensor, *weights: Tensor) -> Tensor:
-        return plain.function((x.view(ROWS, 2, 8, WIDTH) * drawn(2, 1, 1, seed=6)).view(ROWS, 16, WIDTH), *weights)
+        return plain.function((x.view(ROWS, 2, 8, WIDTH) * torch.arange(1, 3).view(2, 1, 1)).view(ROWS, 16, WIDTH), *weights)
 
     said = f"16 tokens as 2 blocks, which {degree} devices cannot share, two each in zigzag order; {way_out}"
     with pytest.raises(DirectiveError, match=said):

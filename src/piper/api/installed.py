@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper.api.package_settings import Settings, changed, digest_of, installed_modules, settings
+from piper.api.package_settings import PackageSettings, changed, digest_of, installed_modules, settings
 from piper_runtime.rank import origin_of
 
 _ENVIRONMENT = re.compile(rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\(|_is_true\()\s*["'](\w+)["']""")
@@ -39,7 +39,7 @@ class InstalledState:
 
     files: Mapping[str, str]
     places: Mapping[str, str]
-    settings: Settings
+    settings: PackageSettings
     environment: Mapping[str, str | None]
 
     def hold(self) -> bool:
@@ -54,7 +54,7 @@ class InstalledState:
         return now is not None and not any(changed(name, self.settings[name], found) for name, found in now.items())
 
 
-def installed_state(before: Settings) -> InstalledState | None:
+def installed_state(before: PackageSettings) -> InstalledState | None:
     """Return what was there while the model was captured; `before` are the settings before the capture.
 
     None where a file has changed since this process began, so that it need not be what was loaded.
@@ -75,7 +75,7 @@ def installed_state(before: Settings) -> InstalledState | None:
 
 
 def _place(name: str, path: str) -> str:
-    """Return the file of a module, or for one that is not loaded, the file that would be; `path` where none is found."""
+    """Return the file from which a module is or would be loaded; `path` where none is found."""
     if name in sys.modules:
         return str(getattr(sys.modules[name], "__file__", ""))
     return origin_of(name) or path

@@ -28,16 +28,16 @@ MOST_BYTES = 2**26
 _RANDOM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|.* at 0x[0-9a-f]+.*", re.DOTALL)
 """The texts that are others in each process: names that a package draws, such as that of a session, and addresses."""
 
-Settings = dict[str, dict[str, str]]
+PackageSettings = dict[str, dict[str, str]]
 """The type of settings: module -> variable, "Class.attribute", or "" for all that the user has put there -> digest."""
 
 
-def settings(names: Iterable[str] | None = None) -> Settings | None:
+def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
     """Return the settings of each loaded module of installed packages.
 
     Returns None where something that the user has put there has no content.
     """
-    found: Settings = {}
+    found: PackageSettings = {}
     seen: set[int] = set()
     said = _texts_of_the_user()
     try:
@@ -91,8 +91,8 @@ def _texts(module: str, said: str) -> Iterator[tuple[str, str]]:
 def _order(name: str, said: str) -> Set[type]:
     """Return the types whose order counts in a setting of this name.
 
-    Packages make private lists, and dicts, from sets of texts, which have another order in each process. So the order of
-    these counts only where the user's source names the setting, and may have set it.
+    Packages make private lists, and dicts, from sets of texts, which have another order in each process. So the order
+    of these counts only where the user's source names the setting, and may have set it.
     """
     if name in said:
         return {list, tuple, dict}
@@ -118,7 +118,8 @@ def _text(value: object, ordered: Set[type], depth: int = 4, objects: bool = Fal
         return repr(texts if isinstance(value, tuple(ordered)) else sorted(texts))
     if (array := _bytes(value)) is not None:
         return array
-    if objects and home_of(type(value).__module__) == "installed" and isinstance(space := getattr(value, "__dict__", None), dict):
+    space = getattr(value, "__dict__", None)
+    if objects and home_of(type(value).__module__) == "installed" and isinstance(space, dict):
         return _text(space, ordered, depth - 1)  # a container of settings that the package has made
     return None
 

@@ -8,8 +8,9 @@ The rule, which `piper.api.reference_random` restates for plain PyTorch (docs/ra
   batch*, in row-major order. So neither the rows of a microbatch nor where a layer runs matter.
 - A number is an integer of 32 bits; `UNIFORM` and `OPEN` make a float of it.
 
-Code that was captured calls `draw`; what autograd runs as it is runs under `DrawingMode`. Both ask for the `DrawsOfCall`
-that the engine has set for the chunk by `drawing`. Without one, torch's own operations and generator serve.
+Code that was captured calls `draw`; what autograd runs as it is runs under `DrawingMode`. Both ask for the
+`DrawsOfCall` that the engine has set for the chunk by `drawing`. Without one, torch's own operations and generator
+serve.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from piper_compiler.capture.concrete import concrete_shape, line_of
 from piper_compiler.capture.counting import CounterSpec
 from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.draws import Places, draws_of
-from piper_compiler.capture.dynamo import AuxiliaryForm, Forward, capture_forward
+from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
-from piper_compiler.capture.linearity import Auxiliary
+from piper_compiler.capture.linearity import Auxiliary, AuxiliaryForm
 from piper_compiler.capture.measured import OutputMetrics
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.other_rows import check_rows, holding_at_other_rows

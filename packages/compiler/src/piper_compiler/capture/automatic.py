@@ -95,7 +95,7 @@ class AutomaticRegions:
     found: list[Automatic] = field(default_factory=list)
     _planned: dict[str, Planned] = field(default_factory=dict)
     _first: CaptureError | None = None
-    """What was wrong with a module before a larger one was tried, which says more."""
+    """The problem of a module before a larger one was tried, which says more."""
 
     def planning(self) -> AbstractContextManager[None]:
         """Return a context in which the modules that run as they were written can be traced."""

@@ -24,6 +24,7 @@ from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.exact_batch import exact_tensors, layers_cast_inputs
 from piper_compiler.capture.kept import KeptState
+from piper_compiler.capture.linearity import AuxiliaryForm
 from piper_compiler.capture.losses import cast_loss, take_constant
 from piper_compiler.capture.measured import MetricNode, OutputMetrics, metric_nodes
 from piper_compiler.capture.model import (
@@ -42,9 +43,6 @@ from piper_compiler.capture.tracing import EXAMPLE_ROWS, NONE, Recorder, followe
 from piper_ir.errors import CaptureError
 from piper_ir.program import LossKind
 from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
-
-AuxiliaryForm = Literal["", "sum", "mean"]
-"""The kind of the auxiliary gradients that a model adds, beside which its loss needs another form: "" for none."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,8 @@ class Forward:
         counted: the numbers of the whole batch that the loss reads.
         loss_kind: how the losses of microbatches become that of the whole batch; see `piper_ir.program.Program`.
         adding: the kind of the auxiliary gradients for which the loss has its form.
-        sums: whether the loss is a sum over rows, not a mean.
-        of_model: the names of the operations that make the output of the model, where each row counts by itself: the
-            loss is the last to combine rows. Empty where losses of microbatches are trained.
+        sums: whether the loss is a sum over rows.
+        of_model: operations of the model, which may not combine rows; none where losses of microbatches are trained.
         own_loss: whether the model makes its loss itself.
         kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
     """

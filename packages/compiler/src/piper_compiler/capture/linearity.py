@@ -19,6 +19,9 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.stepgraph import Joint
 
+AuxiliaryForm = Literal["", "sum", "mean"]
+"""The kind of the auxiliary gradients that a model adds, beside which its loss needs another form: "" for none."""
+
 
 class Linearity(IntEnum):
     """Say how a value depends on the gradients that come in; of two, the greater one is the worse.

@@ -8,7 +8,6 @@ be computed in parts of that loop. Where its rule does not say so, the chunk is 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +17,7 @@ from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.cut import Piece
 from piper_compiler.capture.draws import origin_of
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
-from piper_compiler.capture.row_trial import PARTS, RowTrial, opaque_same
+from piper_compiler.capture.row_trial import PARTS, RowsInDim, RowTrial, opaque_same
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.errors import CaptureError
 from piper_ir.sizes import TensorSpec
@@ -41,7 +40,7 @@ ROUTING = frozenset(
         *(aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default, aten.gather.default),
     }
 )
-"""The ops of which mixtures of experts sort tokens and put them back; of a chunk too large to try they are taken for that."""
+"""The ops by which mixtures of experts sort tokens and put them back, which a chunk too large to try may have."""
 
 
 def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]) -> None:
@@ -123,14 +122,6 @@ def _varying(few: Joint, many: Joint) -> dict[TensorKey, tuple[int, ...]] | None
 def _tensors(node: fx.Node) -> tuple[object, ...]:
     value = node.meta.get("val")
     return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-@dataclass(frozen=True)
-class RowsInDim:
-    """Say where the rows lie in a dimension of [outer, rows, inner] steps."""
-
-    dim: int
-    outer: int
 
 
 class _Rows:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,9 +15,6 @@ from piper_compiler.capture.layouts.indexes import TensorKey, key_of
 from piper_compiler.capture.stepgraph import Joint
 from piper_ir.sizes import TensorSpec, bind
 from piper_ops import is_draw
-
-if TYPE_CHECKING:
-    from piper_compiler.capture.row_mixing import RowsInDim
 
 PARTS = (3, 2)
 """The rows of the two parts."""
@@ -29,10 +27,18 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The relative differences that rounding explains; in half precision 0.03."""
 
 
+@dataclass(frozen=True)
+class RowsInDim:
+    """Say where the rows lie in a dimension of [outer, rows, inner] steps."""
+
+    dim: int
+    outer: int
+
+
 class RowTrial:
     """Run the forward of a chunk on all rows and on two parts of them.
 
-    `joints` are the graphs of the first part (PARTS), of the whole, and of the second part, which are alike node by node.
+    `joints` are the graphs of the first part (PARTS), of the whole, and of the second part, alike node by node.
     `parts` says where rows lie in a tensor of the whole, and `asked` are the nodes of the whole that are compared.
     """
 

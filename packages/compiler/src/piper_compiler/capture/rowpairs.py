@@ -44,6 +44,6 @@ def _attends(node: fx.Node) -> bool:
 
 
 def _outgrows(node: fx.Node, which: int) -> bool:
-    """Return whether the elements of a result are no affine function of the rows, also where halves of them are taken."""
+    """Return whether the elements of a result are no affine function of an even number of rows."""
     at2, at4, at6 = (prod(concrete_shape(tensors_of(node)[which], rows, node)) for rows in (2, 4, 6))
     return at6 - at4 != at4 - at2

@@ -67,7 +67,10 @@ def rows_meet(node: fx.Node) -> bool:
 
 def is_multiple_of_rows(size: Any) -> bool:
     """Return whether a size is a number of rows, or so many in each row."""
-    at = [_torch.size_at(size, rows) for rows in (2, 3, 5)]
+    try:
+        at = [_torch.size_at(size, rows) for rows in (2, 3, 5)]
+    except LookupError:  # it depends on values of tensors, which the cut refuses by line
+        return False
     return bool(at[0] * 3 == at[1] * 2 and at[1] * 5 == at[2] * 3)
 
 
@@ -83,8 +86,8 @@ def _picks_rows(node: fx.Node) -> bool:
         if part is Ellipsis:
             dim += len(shape) - taken
         elif part is not None:
-            chosen = isinstance(part, fx.Node) and bool(tensors_of(part))
-            if chosen and dim < len(shape) and _torch.is_symbolic(shape[dim]) and not counts_up(part):
+            of_rows = dim < len(shape) and _torch.is_symbolic(shape[dim])
+            if of_rows and isinstance(part, fx.Node) and tensors_of(part) and not counts_up(part):
                 return True
             dim += 1
     return False

@@ -98,8 +98,8 @@ class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
     `tail` has the nodes behind the last use of a parameter that has rows, behind backwards of users, and behind all of
-    a model that has its loss beside it; what comes before counts as the model's. `bent` is the first that bends a sum or
-    mean over rows, as `clamp` does, or takes an extreme of the batch.
+    a model that has its loss beside it; what comes before counts as the model's. `bent` is the first that bends a sum
+    or mean over rows, as `clamp` does, or takes an extreme of the batch.
     """
 
     forward: Forward

@@ -27,7 +27,7 @@ HALVES = frozenset({"float", "half", "bfloat16"})
 MERGED = 3
 """The most tensors with rows and tokens in one dimension of which each order is tried."""
 BESIDE = {"eq": 0, "ne": 0, "not_equal": 0, "ge": -1, "gt": 0, "le": 1, "lt": 0}
-"""How far from a constant an integer lies that a comparison with it tells from most."""
+"""The distance from a constant of the integer that a comparison with it tells from most others."""
 MOST = 2**24
 """The largest number of elements in a tensor of the loss for which it is computed: a second or less."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -15,7 +15,8 @@ from piper_compiler.capture.batch_loss.totals import Totals
 from piper_compiler.capture.batch_loss.trial import LossTrial, Original
 from piper_compiler.capture.batch_loss.writers import writes
 from piper_compiler.capture.concrete import line_of
-from piper_compiler.capture.dynamo import AuxiliaryForm, Forward
+from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.linearity import AuxiliaryForm
 from piper_compiler.capture.measured import MetricNode
 from piper_compiler.capture.rowpairs import compares_rows
 from piper_ir.errors import CaptureError

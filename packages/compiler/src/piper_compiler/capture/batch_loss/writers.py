@@ -21,7 +21,7 @@ SAME = frozenset(
 VIEWS = SAME - {"clone", "neg"}
 """The calls that may give a view of their first argument."""
 _ALIKE = {"ones_like": 1.0, "zeros_like": 0.0, "new_ones": 1.0, "new_zeros": 0.0, "full_like": 1, "new_full": 2}
-"""The calls that take no numbers from a tensor: what they fill in, or, an int, the place of the argument that says so."""
+"""The calls that take no numbers from a tensor, with the number they fill in, or the place of its argument (an int)."""
 AUGMENTED = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow})
 
 
