@@ -15,10 +15,11 @@ def test_the_example_runs(tmp_path: Path) -> None:
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    step_s, losses = done.stdout.splitlines()
-    assert 0 < float(step_s) < 1
-    first, *_, last = map(float, losses.strip("[]").split(","))
-    assert last < first
+    shown = re.search(r"```\n(0\..*?)```", README, re.DOTALL).group(1)
+    (step_s, losses), (said_step_s, said_losses) = done.stdout.splitlines(), shown.splitlines()
+    assert float(step_s) == float(said_step_s)
+    for loss, said in zip(losses.strip("[]").split(","), said_losses.strip("[]").split(","), strict=True):
+        assert abs(float(loss) - float(said)) < 1e-5
 
 
 def test_links_and_commands_exist() -> None:
