@@ -8,6 +8,7 @@ import pickle
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from piper_runtime.checkpoint.rank_tensors import (
     varying_buffers,
 )
 from piper_runtime.checkpoint.snapshot_files import BYTES, INDEX, PRESENT, CopiedState, SnapshotIndex, place_name
+from piper_runtime.checkpoint.sole_writer import LOCK
 from piper_runtime.rank.rank_state import RankState
 
 ALIGNED = 64
@@ -47,6 +49,8 @@ def drop_snapshots() -> None:
     _writing.acquire()
     for folder in _folders:
         shutil.rmtree(folder.parent, ignore_errors=True)
+        with suppress(OSError):  # another worker may have deleted it
+            folder.parent.with_name(f"{folder.parent.name}{LOCK}").unlink()
 
 
 def announce(rank: int, options: SnapshotOptions) -> bool:
