@@ -69,7 +69,7 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(many.outputs)
     combining = any(STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named)
     apart = None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
-    if apart or (apart is None and all(n in unknown or n.target in ROUTING for n in found)):
+    if apart or (apart is None and all(n in unknown or _routes(n) for n in found)):
         return
     raise _refused(named[origin_of(found[0])])
 
@@ -83,6 +83,12 @@ def check_opaque_rows(modules: Sequence[fx.GraphModule], specs: Sequence[TensorS
     kinds = [slot.kind for slot in piece.slots]
     if not random and opaque_same(modules, specs, kinds, values) is False:
         raise _refused(piece.region.nodes[0])
+
+
+def _routes(node: fx.Node) -> bool:
+    """Return whether an op may be one of those by which rows are sorted by expert and put back, as Piper's own are."""
+    assert isinstance(node.target, OpOverload)
+    return node.target in ROUTING or node.target.namespace == "piper"
 
 
 def _refused(node: fx.Node) -> CaptureError:
