@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -376,7 +376,8 @@ def user_errors(options: Container[str] | None = None) -> Iterator[None]:
     `options` are the parameters of the command that its messages name.
     """
     try:
-        with shown_while_working(), plain_warnings(options):
+        first = os.environ.get("RANK", "0") == "0"  # under torchrun one of many ranks says what it does
+        with shown_while_working() if first else nullcontext(), plain_warnings(options):
             yield
     except PiperError as e:
         if not e.told_by_another and _to_be_said(str(e)):
