@@ -59,9 +59,17 @@ class Net(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::piper_ir.errors.PiperWarning")
 def test_equal_to_one_device() -> None:
-    drawn = replace(job(lambda: Net(dropped, quantized, mapped, dropped)), draws="microbatches")
-    report = verify_strategy(drawn, BOTH, steps=2)
+    report = verify_strategy(job(lambda: Net(quantized, mapped)), BOTH, steps=2)
     assert report.equal, report.text()
+
+
+@pytest.mark.filterwarnings("ignore::piper_ir.errors.PiperWarning")
+def test_layers_that_are_left_out_at_random_need_torchs_own_numbers() -> None:
+    left_out = job(lambda: Net(dropped, quantized))
+    with pytest.raises(CaptureError, match="draws numbers for as many elements as values of tensors say"):
+        piper.compile(left_out, BOTH)
+    run = piper.execute(piper.compile(replace(left_out, draws="microbatches"), BOTH), steps=2, launcher="inline")
+    assert len(run.losses) == 2
 
 
 class Flat(nn.Module):

@@ -239,6 +239,11 @@ NORMS = cases({
         aten.native_layer_norm_backward, lambda d: (*layer_norm(d, "rtw", "w"), d.f("w"), d.f("w"), [True, False, True]),
         "++- ++- ++1 ++1 - - -> ++- 0 -",
     ),
+    "batch_norm of averages": (
+        aten._native_batch_norm_legit_no_training,
+        lambda d: (d.f("rcS"), d.f("c"), d.f("c"), d.f("c"), d.f("c").square() + 1, 0.1, 1e-5),
+        "=== = = = = -> === 0 0",
+    ),
     "group_norm": (
         aten.native_group_norm,
         lambda d: (d.f("rgCS").flatten(1, 2), d.f("gC").flatten(), None, d.n("r"), d.n("gC"), d.n("S"), d.n("g"), 1e-5),
