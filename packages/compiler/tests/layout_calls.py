@@ -242,7 +242,7 @@ NORMS = cases({
     "batch_norm of averages": (
         aten._native_batch_norm_legit_no_training,
         lambda d: (d.f("rcS"), d.f("c"), d.f("c"), d.f("c"), d.f("c").square() + 1, 0.1, 1e-5),
-        "=== = = = = -> === 0 0",
+        "+++ + + + + -> +++ 0 0",
     ),
     "group_norm": (
         aten.native_group_norm,
