@@ -135,8 +135,8 @@ class Dependences:
         return any(o.kind == "param" or o.name in self.forward.rewrites for o in kinds) or node.op == "call_module"
 
     def _of_model_code(self, node: fx.Node) -> bool:
-        """Return whether an operation stands in a module of the model, and the loss does not."""
-        if self.forward.own_loss:
+        """Return whether an operation stands in a module of the model, and is none of a loss that the model makes."""
+        if self.forward.own_loss or is_portable_loss(node) or not _grad(node):  # what it counts has no gradient
             return False
         return any(key.split("@")[0] in self.forward.modules for key in node.meta.get("nn_module_stack") or {})
 
