@@ -42,7 +42,7 @@ def test_a_function_of_a_user_is_tried_on_numbers(how: str, kind: str, way: str)
 
 
 def test_a_function_of_a_user_that_divides_by_a_count_is_refused() -> None:
-    """With one number for each part of a batch, every function would seem to be a mean."""
+    """A part of a batch may not give one number, since every function would seem to be a mean then."""
     with pytest.raises(CaptureError, match=r"test_own_losses.py:\d+.*neither a sum nor a mean over rows"):
         check(job(own("kept")), "pp")
 
@@ -57,6 +57,6 @@ def from_zero(o: Tensor, t: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss", [by_nan, from_zero])
 def test_numbers_that_a_loss_compares_with_are_among_those_tried(loss: Any) -> None:
-    """Of integers that are never -100, the mean over some is one over all."""
+    """The mean over some integers is one over all where none of them is -100."""
     with pytest.raises(CaptureError, match=r"test_own_losses.py:\d+"):
         check(job(loss), "pp")
