@@ -18,7 +18,7 @@ from piper.api.reference import reference
 from piper.api.reference_differences import RunOutcome, differences
 from piper_ir.errors import CompileError, JobError
 from piper_runtime.rank import optimizer as rank_optimizer
-from piper_runtime.rank import optimizer_groups, optimizer_kinds, pack, with_declarations
+from piper_runtime.rank import optimizer_groups, optimizer_kinds, pack, shipping, with_declarations
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, STEPS, M = 8, 3, 2
@@ -225,6 +225,15 @@ def test_declarations_travel_to_workers(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer = function([("w", nn.Parameter(torch.zeros(2)))])
     assert optimizer_kinds.declared_elementwise(optimizer)
     assert with_declarations(piper.Mesh) is not piper.Mesh
+
+
+def test_declarations_are_made_in_the_module_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a copy of it, also where the import system does not find Piper's files, as beside a folder of that name."""
+    monkeypatch.setattr(shipping, "origin_of", lambda name: None)
+    piper.elementwise(Lion)
+    function = pickle.loads(pickle.dumps(pack(with_declarations(made(Lion))))).open()
+    optimizer_kinds._elementwise.clear()
+    assert optimizer_kinds.declared_elementwise(function([("w", nn.Parameter(torch.zeros(2)))]))
 
 
 MIXED = {"layers.*.weight": made(torch.optim.Muon, lr=0.05), "*": made(AdamW, lr=0.01)}

@@ -16,7 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 import torch
 
 from piper_ir.errors import JobError
-from piper_runtime.rank.code_names import origin_of
+from piper_runtime.rank.code_names import home_of, origin_of
 from piper_runtime.rank.module_state import ModuleState, module_state
 
 RECIPE_MARK = "__piper_recipe__"
@@ -107,6 +107,8 @@ def _only_here(name: str, module: ModuleType) -> bool:
     """Return whether a new process with our sys.path would not find a module's Python file under its name."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
+        return False
+    if home_of(name) == "known":  # a copy of a module of Piper's would have variables of its own beside the worker's
         return False
     found = origin_of(name)
     return found is None or Path(found).resolve() != Path(file).resolve()
