@@ -32,6 +32,7 @@ TABLE = numpy.arange(4)
 STARTED = time.time()
 ORDER, {PRIVATE} = ["a", "b"], ["c", "d"]
 Path(__file__).with_name("numbers.dat").read_text()
+[path.read_text() for path in Path(__file__).parent.glob("*.y?ml")]
 import os
 """
     + """
@@ -58,11 +59,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for module in (package_settings, installed):
         monkeypatch.setattr(module, "installed_modules", lambda: [found for found in every() if found[0] == "installed_of_test"])
     monkeypatch.setattr(installed, "started", lambda: float("inf"))
-    write(tmp_path, {"site-packages/installed_of_test.py": PACKAGE, "site-packages/numbers.dat": "NUMBER"}, 2)
+    home = "site-packages/installed_of_test"
+    write(tmp_path, {f"{home}/__init__.py": PACKAGE, f"{home}/numbers.dat": "NUMBER", f"{home}/numbers.yaml": "NUMBER"}, 2)
     with modules_apart(tmp_path):
         # Settings of packages count that use torch or that a module of the user's names, which this one is.
         monkeypatch.setitem(globals(), "package_of_test", importlib.import_module("installed_of_test"))
-        yield tmp_path / "site-packages" / "installed_of_test.py"
+        yield tmp_path / home / "__init__.py"
 
 
 def change_source(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,10 @@ def put_a_function(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded().inner = change_source
 
 
+def change_a_listed_file(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package.with_name("numbers.yaml").write_text("3")
+
+
 def change_the_environment(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STALE_SCALE", "2")
 
@@ -146,7 +152,7 @@ def change_the_environment(package: Path, monkeypatch: pytest.MonkeyPatch) -> No
     change_source, change_the_source_but_not_its_size_and_time, remove_the_source, change_a_setting, change_a_plain_variable,
     change_a_class, change_a_private_attribute, fill_a_container_of_the_package, fill_a_list, set_an_attribute_of_an_object,
     put_a_function, change_the_environment, change_a_data_file, change_an_array, change_an_order,
-    change_the_order_of_a_mapping_by_name, come_from_elsewhere,
+    change_the_order_of_a_mapping_by_name, come_from_elsewhere, change_a_listed_file,
 ])  # fmt: skip
 def test_what_an_installed_package_depends_on_is_the_same_or_seen(
     change: Callable[[Path, pytest.MonkeyPatch], None], package: Path, monkeypatch: pytest.MonkeyPatch

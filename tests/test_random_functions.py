@@ -57,6 +57,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel softmax": F.gumbel_softmax,
     "attention": lambda y: F.scaled_dot_product_attention(*(y.view(-1, 1, 4, 2),) * 3, dropout_p=0.5).reshape(y.shape),
     "distribution": lambda y: y * torch.distributions.Normal(torch.zeros_like(y), 1.0).rsample(),
+    "a part that torch.compile made": torch.compile(lambda y: F.dropout(y, 0.5)),
     "two": lambda y: F.dropout(y, 0.5) * torch.rand(y.shape[0], 1),
     "one that is not read": lambda y: (torch.rand(3), F.dropout(y, 0.5))[1],
 }
@@ -161,6 +162,18 @@ def test_other_numbers_are_told(draws: dict[str, Callable[[Tensor], Tensor]], mo
     assert [name for k, name in enumerate(draws) if f"layers.{k}" not in different(report)] == []
 
 
+def noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@torch.library.custom_op("piper_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x * noise(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda context, gradient: gradient)
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "poisson": (lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)), "torch's poisson is not among"),
     "order of rows": (lambda y: y + torch.randperm(y.shape[0])[:, None], "an order of the rows"),
@@ -214,6 +227,11 @@ def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
     draw, reason = REFUSED[name]
     with pytest.raises(CaptureError, match=rf"test_random_functions.py:\d+ .*{reason}.*draws=\"microbatches\""):
         drawn(lambda: Sum({name: draw}))
+
+
+def test_a_kernel_that_draws_is_refused_by_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_random_functions.py:\d+ .in noise.: the operator piper_tests::noisy draws"):
+        drawn(lambda: Sum({"": noisy}))
 
 
 def test_torchs_own_numbers_are_those_of_the_same_microbatches() -> None:

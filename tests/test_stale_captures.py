@@ -23,6 +23,7 @@ from torch import nn
 from piper.api.capturing import capture_key
 from tests.capture_jobs import job
 
+READS = 'def f():\n    return int((pathlib.Path(__file__).parent / "stale.txt").read_text())'
 NET = """
 import torch
 from torch import nn
@@ -89,6 +90,14 @@ CASES: dict[str, dict[str, str]] = {
     },
     "what is drawn in a constructor": {
         "stale_model.py": net("x * self.k", "torch.manual_seed(NUMBER)", make="self.k = float(torch.rand(1))"),
+    },
+    "what a function read that a trace takes for a constant": {
+        "stale_model.py": net("x * f()", f"import pathlib\n@torch.compiler.assume_constant_result\n{READS}"),
+        "stale.txt": "NUMBER",
+    },
+    "what a function read that a trace only calls": {
+        "stale_model.py": net("f() + x", f"import pathlib\n@torch.compiler.allow_in_graph\n{READS}"),
+        "stale.txt": "NUMBER",
     },
     "a function of torch that was replaced": {
         "stale_model.py": net("self.act(x)", "nn.functional.gelu = lambda x, **_: x * NUMBER", make="self.act = nn.GELU()"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,11 @@ def value_read(linear: nn.Linear, x: Tensor) -> Tensor:
 @refused(r"(?s)Python or numpy draws a random number.*torch.where")
 def drawn_by_python(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x) if random.random() < 0.5 else x
+
+
+@refused(r"Python or numpy draws a random number.*torch.rand\(\(\)\)")
+def drawn_by_python_as_a_factor(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * random.uniform(0.5, 1.0)
 
 
 @refused(r"(?s)Python or numpy draws a random number.*torch.rand\(\(\)\)")
@@ -207,11 +213,32 @@ def test_refused_by_name(name: str) -> None:
     body, pattern = REFUSED[name]
     with pytest.raises(CaptureError, match=pattern) as caught:
         capture(lambda: Model(body), batch, mean)
-    if name in ("rows_squared", "global_tensor"):
+    if name == "rows_squared":
         return
     first = inspect.getsourcelines(body)[1]
     named = [n for n in range(first, first + 9) if f"test_capture_errors.py:{n}" in str(caught.value)]
     assert named, str(caught.value)
+
+
+class Holding(nn.Module):
+    """Hold something that is neither a tensor nor a module, deep within the model."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.inner[0].held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_an_attribute_that_cannot_be_copied_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"cannot be copied.*: inner\.0\.held: .*lock"):
+        capture(lambda: Holding(threading.Lock()), batch, mean)
+
+
+def test_a_model_may_hold_a_custom_operator() -> None:
+    assert capture(lambda: Holding(no_shape), batch, mean).program.chunks
 
 
 def test_the_same_model_without_the_offence_is_captured() -> None:

@@ -14,7 +14,8 @@ object that these lead to. All of that is part of the digest, with these limits:
 
 Code that Dynamo traces cannot read files, clocks or random numbers, or it is refused. Code that runs, such as a
 constructor, can: it is looked into with `runs=True`, and has a content only where all that it calls is its own code or
-a part of torch and Python that is known to depend on its arguments alone.
+a part of torch and Python that is known to depend on its arguments alone. A function that a trace calls instead of
+looking into it, such as one with `torch.compiler.assume_constant_result`, is code that runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import functools
 import hashlib
 import logging
 import os
+import sys
 import threading
 import types
 import weakref
@@ -174,6 +176,7 @@ class _Walk:
                 raise Unseen
             self._all("cells", cells(function))
             return self._check_pure(function.__globals__.get("__name__"))
+        self._runs |= _is_called_by_a_trace(function)
         if self._runs and home == "installed":
             raise Unseen
         self.add(function.__code__)
@@ -300,6 +303,12 @@ class _Walk:
     def _token(self, *parts: object) -> None:
         text = repr(parts).encode("utf-8", "surrogatepass")
         self.digest.update(len(text).to_bytes(8, "big") + text)
+
+
+def _is_called_by_a_trace(function: types.FunctionType) -> bool:
+    """Return whether Dynamo calls a function while it traces, instead of looking into it."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")  # what marks a function loads it
+    return "_dynamo_marked_constant" in vars(function) or (rules is not None and rules.is_callable_allowed(function))
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:

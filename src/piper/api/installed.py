@@ -23,6 +23,10 @@ from piper_runtime.rank import origin_of
 _ENVIRONMENT = re.compile(rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\(|_is_true\()\s*["'](\w+)["']""")
 _NAME = re.compile(rb"""["']([A-Z][A-Z0-9]*_[A-Z0-9_]+)["']""")
 _FILE = re.compile(rb"""["']([\w./ -]{1,200}\.[A-Za-z]\w{0,11})["']""")
+_LISTS = (b"glob(", b"iterdir(", b"listdir(", b"scandir(", b".walk(", b"importlib.resources", b"importlib_resources")
+_CODE = frozenset([".py", ".pyc", ".pyi", ".so", ".pyd"])
+MOST_DATA = 2**20
+"""The most bytes of a data file that counts although no source names it; larger ones are data sets and weights."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,17 @@ def _variables(source: bytes) -> set[str]:
 
 
 def _data(source: bytes, folder: Path) -> set[str]:
-    """Return the files beside a module, or below its folder, that its source names."""
+    """Return the files below a module's folder that its source names; all data there of a source that lists files."""
+    if any(call in source for call in _LISTS) and folder.name not in ("site-packages", "dist-packages"):
+        return {path for path in _below(folder) if Path(path).suffix not in _CODE and os.path.getsize(path) <= MOST_DATA}
     names = {name.decode() for name in _FILE.findall(source)}
     return {str(path) for name in names if not name.endswith(".py") and (path := folder / name).is_file()}
+
+
+@functools.cache
+def _below(folder: Path) -> tuple[str, ...]:
+    """Return the paths of all files below a folder."""
+    return tuple(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
 
 
 def _content(path: str) -> bytes:

@@ -22,6 +22,7 @@ from torch._dynamo.variables import functions as dynamo_functions
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._guards import TracingContext
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily

@@ -22,6 +22,7 @@ from piper_compiler.capture.attributes import held_tensors
 from piper_compiler.capture.automatic import AutomaticRegions
 from piper_compiler.capture.casts import Casts
 from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.dynamo_errors import unknown_tensor
 from piper_compiler.capture.exact_batch import exact_tensors, layers_cast_inputs
 from piper_compiler.capture.kept import KeptState
 from piper_compiler.capture.linearity import AuxiliaryForm
@@ -392,9 +393,6 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[Any], origins: Mapping[int, 
         if origin is None and take_constant(graph, node, value):
             continue
         if origin is None:
-            raise CaptureError(
-                f"the model uses a tensor of shape {tuple(value.shape)} ({node.target}) that is neither a parameter, a buffer "
-                "nor part of the batch; register it with register_buffer"
-            )
+            raise unknown_tensor(line_of(next(iter(node.users), node)), str(node.target), value)
         found[node] = origin
     return found

@@ -37,6 +37,7 @@ LOSS = (
 )
 PYTHON_RANDOM = re.compile(r"\bRandom\.\w+|Dynamo does not know how to trace .*\brandom\b|torch\._numpy\.random")
 """A pattern for Dynamo's text of a call of Python's module `random`, or of numpy's."""
+NUMBERS_OF_PYTHON = "Python or numpy draws a random number, for which a graph has no place"
 RANDOM = (
     "Draw it with torch (torch.rand(())), and choose by torch.where; or branch on it in a small nn.Module of its own, which then "
     "runs by autograd as it is."
@@ -147,7 +148,7 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
     elif "branching" in reason:
         reason, advice = CAUSES["branching"], DRAWN if where and "rand" in where else CHOSEN
     elif PYTHON_RANDOM.search(text):
-        reason, advice = "Python or numpy draws a random number, for which a graph has no place", RANDOM
+        reason, advice = NUMBERS_OF_PYTHON, RANDOM
     elif names_device(text):
         advice = f"{DEVICES}."
     elif DTYPES_DIFFER.search(reason):
@@ -172,3 +173,13 @@ def _part(frames: Sequence[FrameSummary], step_file: str) -> str:
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} [{', '.join(['rows', *map(str, t.shape[1:])])}]" for name, t in batch.items())
+
+
+def unknown_tensor(line: str, name: str, tensor: Tensor) -> CaptureError:
+    """Return the error for a tensor that a line reads from somewhere else than the model and the batch."""
+    if name.startswith("random_value"):  # Dynamo's name for an input that Python's `random` gives
+        return CaptureError(f"{line}: {NUMBERS_OF_PYTHON}. {RANDOM}")
+    return CaptureError(
+        f"{line}: the model uses a tensor of shape {tuple(tensor.shape)} ({name}) that is neither a parameter, a buffer nor part "
+        "of the batch; register it with register_buffer"
+    )

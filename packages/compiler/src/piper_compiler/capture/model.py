@@ -27,6 +27,9 @@ BatchMaker = Callable[[range], tuple[Any, Any]]
 Loss = Callable[[Any, Any], Any] | None
 """A function from (output, targets) to the mean over the rows, or to (sum, weight); None for the model's own loss."""
 
+SUBMODULES = "_modules"
+"""The attribute of a module that holds the modules within it, which are looked at by themselves."""
+
 ASKED_ROWS = 2
 """The rows that the user's batch function is asked for: two show a function that ignores its argument."""
 
@@ -128,11 +131,37 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Mo
         target = casts.of_parameter(name, tensor) if is_parameter else casts.of_buffer(tensor)
         fake = _torch.fake_tensor(mode, tensor.shape, target)
         memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
-    fake_copy = copy.deepcopy(model, memo)
+    fake_copy = _copied(model, memo)
     rebind_functions(fake_copy, memo)
     replace_tagged(fake_copy)
     fake_copy.__dict__[shared.ATTRIBUTE] = shared.shared_tensors(named)
     return fake_copy
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a model around the tensors in `memo`; an attribute that cannot be copied is refused by name."""
+    attributes = {f"{name}.{key}".strip("."): value for name, m in model.named_modules() for key, value in vars(m).items()}
+    for value in attributes.values():
+        if isinstance(value, _torch.CustomOpDef):  # a process has one of each name
+            memo[id(value)] = value
+    before = dict(memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, copy.Error) as error:
+        kept = {name: value for name, value in attributes.items() if name.rpartition(".")[2] != SUBMODULES}
+        name = next((name for name, value in kept.items() if not _can_be_copied(value, dict(before))), "an attribute")
+        raise CaptureError(
+            f"the model cannot be copied, as capture does: {name}: {error}. Keep open files, locks and the like in a global "
+            "variable of the model's module, or give their class a __deepcopy__ that returns the object itself"
+        ) from error
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, memo)
+    except (TypeError, copy.Error):
+        return False
+    return True
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
