@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,30 @@ def test_a_row_without_targets_counts_for_nothing() -> None:
         lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=8, precision=piper.Precision("float64"),
     )  # fmt: skip
     check(made, "pp")
+
+
+class Judging(losses.Tagger):
+    """Return logits and a loss of its own beside them, among what a job's loss does not read."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:  # type: ignore[override]  # it needs labels
+        logits = super().forward(tokens)
+        made = {"logits": logits, "own": losses.ce(logits, labels), "each": (None, logits.square().mean(-1))}
+        return made, logits.sum()
+
+
+def labelled_pair(step: int, rows: range) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return labelled(step, rows), losses.batch(step, rows)[1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda out, t: out[0]["own"], "sum"),
+        (lambda out, t: out[0]["own"] + 0.1 * (out[0]["each"][1] * t["mask"]).mean(), "total"),
+        (lambda out, t: losses.ce(out[0]["logits"], t["all"]), "sum"),
+    ],
+    ids=["the model's", "the model's and another", "another"],
+)
+def test_a_loss_that_the_model_makes_beside_its_output(loss: Any, kind: str) -> None:
+    made = replace(job(loss, Judging), batch=labelled_pair)
+    assert check(made, "pp") == check(made, "tp") == kind
