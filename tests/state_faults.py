@@ -77,6 +77,11 @@ def class_left(c: Composition) -> Judged | None:
     return _left_behind(c, lambda m: setattr(m.Amount, "scale", 3.0), lambda m, step: float(m.Amount.scale))
 
 
+def attribute_left(c: Composition) -> Judged | None:
+    """A worker calls a function of a module without the attribute that the script has given it."""
+    return _left_behind(c, lambda m: setattr(m.amount, "scale", 3.0), lambda m, step: float(getattr(m.amount, "scale", 1.0)))
+
+
 def _mixed(c: Composition, damage: Callable[[dict[int, Path], Path], object]) -> Judged | None:
     """Begin with the weights of a checkpoint whose files are not all its own, beside those of the good one."""
     job = compositions.job_of(c)
@@ -125,5 +130,5 @@ def stale_capture(c: Composition) -> Judged | None:
 
 
 STATES: tuple[JobFault, ...] = (
-    variable_left, function_left, class_left, stale_capture, rank_of_another_step, metadata_of_another_step,
+    variable_left, function_left, class_left, attribute_left, stale_capture, rank_of_another_step, metadata_of_another_step,
 )  # fmt: skip

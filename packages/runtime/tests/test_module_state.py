@@ -361,6 +361,12 @@ def test_workers_have_the_default_dtype(weather: Any) -> None:
     assert torch.get_default_dtype() is torch.float64
 
 
+def test_an_attribute_of_a_function_is_compared(weather: Any) -> None:
+    weather.normed.scale = 3.0
+    with pytest.raises(JobError, match=rf"{NAME}.normed.scale is 3.0 in the launcher and not set"):
+        opened(pack(weather.batch))
+
+
 def test_a_run_in_processes_is_refused(weather: Any) -> None:
     plan, job = chain(dp=2, pp=1, microbatches=1)
     weather.SCALE = 3.0

@@ -12,7 +12,7 @@ import types
 import torch
 import torch.nn.modules
 
-from piper_runtime.rank import home_of, is_foreign
+from piper_runtime.rank import function_of, home_of, is_foreign
 
 _FUNCTIONS = (torch, torch.nn.functional, torch.nn.init, torch.fft, torch.linalg, torch.special)
 _NO_FUNCTION = (types.ModuleType, type, bool, int, float, str)
@@ -32,7 +32,7 @@ def replaced_in_torch() -> list[tuple[str, object]]:
         inside = f"{owner.__qualname__}." if isinstance(owner, type) else ""
         path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
         for name, value in list(vars(owner).items()):
-            function = _function_of(value)
+            function = function_of(value)
             if (replaced := _replacement(function, inside, name)) is not None:
                 found.append((f"{path}.{name}", replaced))
     return found
@@ -52,16 +52,6 @@ def _replacement(function: object, inside: str, name: str) -> object:
     if module.startswith(_DYNAMO) or (known == inside + name if written else known.rpartition(".")[2] == name):
         return None
     return f"{module}.{known}"
-
-
-def _function_of(value: object) -> object:
-    match value:
-        case property():
-            return value.fget
-        case classmethod() | staticmethod():
-            return value.__func__
-        case _:
-            return value
 
 
 def _classes_of_modules() -> list[type]:

@@ -6,7 +6,7 @@ May import: data, weights.
 from piper_runtime.rank.allocator import keep_freed_memory
 from piper_runtime.rank.batches import call_batch
 from piper_runtime.rank.code import ExportedCode, ShippedCode
-from piper_runtime.rank.code_names import Home, Import, cells, full_name, home_of, is_foreign, names_in, origin_of
+from piper_runtime.rank.code_names import Home, Import, cells, full_name, function_of, home_of, is_foreign, names_in, origin_of
 from piper_runtime.rank.device import choose_device, default_kind, using
 from piper_runtime.rank.evaluation import Evaluation
 from piper_runtime.rank.feed import upload
@@ -47,6 +47,7 @@ __all__ = [
     "default_kind",
     "elementwise",
     "full_name",
+    "function_of",
     "home_of",
     "is_foreign",
     "keep_freed_memory",

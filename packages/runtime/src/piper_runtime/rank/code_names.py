@@ -121,6 +121,17 @@ def is_foreign(value: object) -> bool:
     return isinstance(value, types.FunctionType) and home_of(value.__globals__.get("__name__")) != "known"
 
 
+def function_of(value: object) -> object:
+    """Return the function behind an attribute of a class."""
+    match value:
+        case property():
+            return value.fget
+        case classmethod() | staticmethod():
+            return value.__func__
+        case _:
+            return value
+
+
 def origin_of(name: str) -> str | None:
     """Return the file that `import name` would load in a new process, found without importing."""
     path = None

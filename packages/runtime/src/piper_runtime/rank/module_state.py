@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from piper_ir.errors import JobError
-from piper_runtime.rank.code_names import Import, cells, full_name, home_of, is_foreign, names_in
+from piper_runtime.rank.code_names import Import, cells, full_name, function_of, home_of, is_foreign, names_in
 from piper_runtime.rank.own_writes import names_of_the_process, names_written
 from piper_runtime.rank.value_leaves import Leaf, LeavesByPath, leaves_of
 
@@ -25,6 +27,8 @@ MOST_OBJECTS = 50_000
 """The most objects that are gone through; what lies behind them is not compared."""
 _OF_DYNAMO = "torch._dynamo"
 """The module that puts functions of its own in place of some of torch's, which change no result."""
+_PATCHED = (torch.Tensor, torch.nn.Module)
+"""The classes of torch whose methods code calls on objects of which it does not say the class."""
 MAKERS = ("__init__", "__new__", "__post_init__")
 """The methods that make an object.
 
@@ -144,6 +148,7 @@ class _Walk:
             case types.FunctionType():
                 around = (*cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
                 names = names_in(value.__code__)[2]
+                self._note_replaced(_PATCHED, names)
                 yield from (part for outer in around for part in self._of_module(outer, names, set()))
                 yield from vars(value).values()
                 if home_of(value.__globals__.get("__name__")) == "user":
@@ -160,6 +165,8 @@ class _Walk:
             case type():
                 if home_of(value.__module__) == "user":
                     yield from (type(value), *value.__bases__, *self._attributes(value))
+                else:
+                    self._note_replaced([kind for kind in value.__mro__ if home_of(kind.__module__) == "known"])
             case dict():
                 yield from list(value.values())
             case list() | tuple() | set() | frozenset():
@@ -185,6 +192,8 @@ class _Walk:
                 if named and module is not None and not isinstance(space[name], types.ModuleType):
                     self.read[module, name] = None
                 yield from self._of_module(space[name], names, set())
+            elif home_of(getattr(vars(builtins).get(name), "__module__", "")) == "user" and hasattr(builtins, name):
+                self.read["builtins", name] = None  # the script may have put it there
             elif named and module is not None and not hasattr(builtins, name):
                 self.read[module, name] = None  # the script may have removed it
         for inner in _modules_in(imported, names, space):
@@ -204,10 +213,19 @@ class _Walk:
                 elif home == "known":  # its data are of the process, such as the command line
                     if _is_replaced(inner, name):
                         self.read[value.__name__, name] = None
+                    if isinstance(inner, type):
+                        yield inner
                 elif not name.startswith("__"):
                     if module is not None:
                         self.read[module, name] = None
                     yield inner
+
+    def _note_replaced(self, kinds: Iterable[type], names: Set[str] | None = None) -> None:
+        """Note the replaced methods of classes of torch or Python; with `names`, only those of a name."""
+        for kind in kinds:
+            for name in list(vars(kind)) if names is None else names & vars(kind).keys():
+                if _is_replaced(function_of(vars(kind)[name]), name):
+                    self.read[kind.__module__, f"{kind.__qualname__}.{name}"] = None
 
     def _attributes(self, kind: type) -> Iterator[object]:
         module = self._importable(kind.__module__)

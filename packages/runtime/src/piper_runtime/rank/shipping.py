@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
-import torch
 
 from piper_ir.errors import JobError
 from piper_runtime.rank.code_names import home_of, origin_of
 from piper_runtime.rank.module_state import ModuleState, module_state
+from piper_runtime.rank.process_settings import ProcessSettings
 
 RECIPE_MARK = "__piper_recipe__"
 """The attribute of a module from a recipe file that holds the file's path; workers load it again by name."""
@@ -32,14 +32,14 @@ class Parcel:
         definers: modules in which the model and the loss are defined.
         body: the callables, pickled by cloudpickle.
         state: the variables of importable modules that they read.
-        dtype: torch's default dtype.
+        settings: the settings of the process that sends them.
     """
 
     recipes: dict[str, str]
     definers: tuple[str, ...]
     body: bytes
     state: ModuleState
-    dtype: torch.dtype
+    settings: ProcessSettings
 
     def open(self) -> Any:
         """Return the callables, in another process; raise JobError where they would read something else there."""
@@ -47,7 +47,7 @@ class Parcel:
             if name not in sys.modules:
                 _load_recipe(name, path)
         callables = pickle.loads(self.body)
-        torch.set_default_dtype(self.dtype)  # only now, since scripts set it behind their imports
+        self.settings.take()  # only now, since scripts set them behind their imports
         self.state.check()
         return callables
 
@@ -86,7 +86,7 @@ def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[ob
     names = {getattr(d, "__module__", None) or "" for d in definers} - {"__main__", "", *mine}
     recipes = {name: path for name, path in marked.items() if name in names or name.encode() in body}
     state = module_state((callables, *operators), frozenset({*mine, *known}))
-    return Parcel(recipes, tuple(sorted(names)), body, state, torch.get_default_dtype())
+    return Parcel(recipes, tuple(sorted(names)), body, state, ProcessSettings.of_now())
 
 
 def _load_recipe(name: str, path: str) -> None:

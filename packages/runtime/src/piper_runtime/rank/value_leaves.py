@@ -120,7 +120,7 @@ def _function(
 ) -> Iterator[tuple[str, Leaf]]:
     """Yield the leaf of a function: its name, and the code of a user's function.
 
-    Adds its default arguments, and the variables of functions around it, to `inner`.
+    Adds its default arguments, its attributes, and the variables of functions around it, to `inner`.
     """
     home, text = home_of(value.__globals__.get("__name__")), f"the function {value.__module__}.{value.__qualname__}"
     compared = home == "user" and _OF_PYTEST not in names_in(value.__code__)[2]
@@ -129,6 +129,8 @@ def _function(
         inner += [(f"(default {index})", item) for index, item in enumerate(value.__defaults__ or ())]
         inner += [(f"({name})", item) for name, item in (value.__kwdefaults__ or {}).items()]
         around = zip(value.__code__.co_freevars, cells(value))
+        marks = ((name, item) for name, item in vars(value).items() if not name.startswith("__") and f".{name}" not in written)
+        inner += [(f".{name}", item) for name, item in marks]
         inner += [(f"(variable {name})", item) for name, item in around if f"({name})" not in written]
 
 
