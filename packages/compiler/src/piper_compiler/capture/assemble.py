@@ -153,8 +153,11 @@ def with_experts(captured: Captured) -> Captured:
 
 
 def assembled(forward: Forward, pieces: Cut, reduce: torch.dtype | None, asked: tuple[str, ...], store: CodeStore) -> Captured:
-    """Return the capture of a graph that is cut, with its code in `store`; `asked` says what its layers are."""
-    return _Assembly(forward, pieces, reduce, asked, store).captured()
+    """Return another capture of a captured graph, cut otherwise, with its code in `store`; `asked` says what its layers are.
+
+    Whether rows are combined has been looked at: between the tokens that a mixture has sorted, parts could not tell.
+    """
+    return _Assembly(forward, pieces, reduce, asked, store).captured(new=False)
 
 
 def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
@@ -219,15 +222,17 @@ class _Assembly:
         self._places = Places(forward, pieces.facts)
         self._made_of: dict[str, Piece] = {}
 
-    def captured(self) -> Captured:
+    def captured(self, *, new: bool = True) -> Captured:
+        """Return the capture; a `new` one may be refused, as models that combine rows are."""
         with _torch.CAPTURING:
-            return self._captured()
+            return self._captured(new)
 
-    def _captured(self) -> Captured:
+    def _captured(self, new: bool) -> Captured:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        self._check_rows_apart()
+        if new:
+            self._check_rows_apart()
         said = advancing_buffers(self._cut), remarks(self._cut)
         more: dict[str, Any] = {"layers": self._cut.layers, "reduce": self._reduce, "auxiliary": self._auxiliary(chunks)}
         return Captured(self._program(chunks), self._store, self._forward, *said, **more)
