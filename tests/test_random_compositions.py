@@ -64,7 +64,7 @@ def test_a_composition_trains_what_one_device_trains(seed: int) -> None:
 
 def test_a_mixture_that_is_cut_where_its_tokens_are_sorted() -> None:
     """There chunks hold tokens of all rows, in the order of experts, which is no reason to refuse what was captured."""
-    check(replace(case(117, quick=False), schedule="gpipe", keep=""))
+    check(replace(case(117, quick=False), schedule="gpipe"))
 
 
 @pytest.mark.long

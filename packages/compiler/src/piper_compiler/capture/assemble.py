@@ -153,7 +153,7 @@ def with_experts(captured: Captured) -> Captured:
 
 
 def assembled(forward: Forward, pieces: Cut, reduce: torch.dtype | None, asked: tuple[str, ...], store: CodeStore) -> Captured:
-    """Return another capture of a captured graph, cut otherwise, with its code in `store`; `asked` says what its layers are.
+    """Return another capture of a captured graph, cut otherwise, with its code in `store`; `asked` names its layers.
 
     Whether rows are combined has been looked at: between the tokens that a mixture has sorted, parts could not tell.
     """
