@@ -18,7 +18,7 @@ from piper_compiler.capture.assemble import TRACE_ROWS, assembled
 from piper_compiler.capture.codestore import Captured, TraceSpec
 from piper_compiler.capture.cut import cut
 from piper_compiler.capture.draws import origin_of
-from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.dynamo import Counted, Forward
 from piper_compiler.capture.layouts import SUM, Parted, parted
 from piper_ir.errors import DirectiveError
 from piper_ir.layout import Sharding
@@ -96,6 +96,7 @@ def _without_biases(forward: Forward, nodes: Collection[fx.Node]) -> tuple[Forwa
             copies[node].meta, read[node].meta = dict(node.meta), dict(node.meta)
         else:
             copies[node] = read[node] = graph.node_copy(node, read.__getitem__)
+    counted = forward.counted
     made = forward.with_graph(
         graph=graph,
         origins={read[n]: origin for n, origin in forward.origins.items()},
@@ -103,5 +104,6 @@ def _without_biases(forward: Forward, nodes: Collection[fx.Node]) -> tuple[Forwa
         weight=None if forward.weight is None else read[forward.weight],
         rewrites={name: read[n] for name, n in forward.rewrites.items()},
         metrics=tuple(replace(m, node=read[m.node]) for m in forward.metrics),
+        counted=counted and Counted(read[counted.totals], tuple(read[n] for n in counted.reductions)),
     )
     return made, copies
