@@ -63,6 +63,12 @@ def test_a_loss_under_every_kind_of_plan(name: str, way: str) -> None:
     assert check(job(losses.LOSSES[name][1]), way) == losses.LOSSES[name][0]
 
 
+def test_a_part_of_a_transposed_tensor_is_viewed() -> None:
+    """A device's part of [rows, classes, tokens] has other strides, so that a view of the whole needs a copy there."""
+    name = "cross_entropy with probabilities as targets"
+    assert check(job(losses.LOSSES[name][1]), "cp") == losses.LOSSES[name][0]
+
+
 @pytest.mark.parametrize(("name", "fault"), [
     ("cross_entropy with ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
     ("cross_entropy with class weights", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -100, None))),

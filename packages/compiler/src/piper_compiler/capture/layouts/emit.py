@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from piper_compiler.capture._torch import FakeTensorMode, OpOverload
 from piper_compiler.capture.kernels import SHARED
 
+aten = torch.ops.aten
+
 KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
 """The keys of a node's meta that say where it comes from."""
 
@@ -71,11 +73,23 @@ class Emitter:
         return made
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        if op is aten.view.default and not _can_be_viewed(args[0].meta["val"], args[1]):  # a device's part has other strides
+            args = self._call(aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}), args[1]
         made = self.graph.call_function(op, args, dict(kwargs))
         real_args, real_kwargs = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
             made.meta = {**(self._meta or {}), "val": op(*real_args, **real_kwargs)}
         return made
+
+
+def _can_be_viewed(tensor: Tensor, shape: Sequence[int]) -> bool:
+    if tensor.is_contiguous():
+        return True
+    try:
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view([int(s) for s in shape])
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
