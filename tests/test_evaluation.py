@@ -110,7 +110,7 @@ def test_the_memory_of_an_evaluation_is_that_of_its_plan(name: str, monkeypatch:
     assert all(peak <= compiled.plan.role_of(rank).peak_bytes for rank, peak in peaks.items())
 
 
-EXPERTS = piper.shard(piper.where(experts=piper.ANY), over="ep", index="experts", stream="rows", channel="ep", sms=0)
+EXPERTS = piper.shard(piper.where(experts=piper.ANY), over="ep", index="experts", stream="rows")
 EP = (EXPERTS, *recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(over=("ep",)))
 
 

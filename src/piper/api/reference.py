@@ -9,11 +9,13 @@ numbers and the casts of mixed precision are restated here from their written ru
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,8 +72,7 @@ def reference(
     is nevertheless computed from the outputs of all, if the job has a `loss`. With Job(loss_over="microbatch"), or
     `whole=False`, a step trains the mean of the losses of microbatches.
     """
-    # Eagerly: parts of a model that torch.compile made would draw numbers of Inductor's own.
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), _flex_attention_trained():
+    with torch.random.fork_rng(devices=[]), _as_written(), _flex_attention_trained():
         torch.manual_seed(job.seed)
         trainer = _Trainer(job, replicas, microbatches, whole and job.loss_over == "batch")
         results = [trainer.step(step) for step in range(steps)]
@@ -82,6 +83,34 @@ def reference(
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     by_parts = trainer.by_parts or not trainer.whole
     return Reference(losses, gradients, named, buffers, state, by_parts)
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Run parts that torch.compile made as they are written, since Inductor draws numbers of its own.
+
+    Operators that trace functions by themselves, such as flex_attention, still do.
+    """
+    name = "setup_compilation_env"
+    traces = vars(importlib.import_module("torch._higher_order_ops.utils")).get(name)
+    if traces is None:
+        yield
+        return
+
+    @contextmanager
+    def tracing() -> Iterator[Any]:
+        with torch.compiler.set_stance("default"), traces() as backend:
+            yield backend
+
+    users = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(name) is traces]
+    for module in users:
+        setattr(module, name, tracing)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in users:
+            setattr(module, name, traces)
 
 
 @contextmanager
