@@ -93,6 +93,14 @@ def test_negative_control_names(text: str, wrong: list[str]) -> None:
     assert list(unknown_names(text)) == wrong
 
 
+def test_what_documents_install_can_be_installed() -> None:
+    """The clone is named `piper` where a reader stands beside it, and `.` within it."""
+    commands = [(p, line) for p in tracked("*.md") for line in re.findall(r"pip install ([^\n`#]+)", p.read_text())]
+    asked = [(p, word) for p, line in commands for word in line.split() if word.startswith(".")]
+    homes = [(p, ROOT / re.sub(r"^\./piper\b", ".", path)) for p, path in asked]
+    assert homes and not [(p, home) for p, home in homes if not (home / "pyproject.toml").is_file()]
+
+
 def test_negative_control_documents() -> None:
     text = "as cost-model.md 3 says, and language.md; README.md, docs/tuning.md"
     assert list(unknown_documents(ROOT / "docs" / "why.md", text)) == ["cost-model.md"]

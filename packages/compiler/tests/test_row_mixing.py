@@ -92,6 +92,25 @@ def test_rows_that_count_by_themselves_are_taken() -> None:
     capture(lambda: Model(APART), batch, F.cross_entropy)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_that_counts_tokens_is_refused_by_line(kind: type[nn.Module]) -> None:
+    class Counting(nn.Module):
+        def __init__(self, scale_grad_by_freq: bool) -> None:
+            super().__init__()
+            self.table = kind(5, 4, scale_grad_by_freq=scale_grad_by_freq)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.table(tokens).flatten(1).sum(1)
+
+    def tokens(rows: range) -> tuple[Tensor, Tensor]:
+        return torch.arange(12).view(6, 2)[rows.start : rows.stop] % 5, torch.ones(len(rows))
+
+    capture(lambda: Counting(False), tokens, F.mse_loss)
+    with pytest.raises(CaptureError, match=r"test_row_mixing.py:\d+ .*how often a token .*scale_grad_by_freq=True.*loss_over="):
+        capture(lambda: Counting(True), tokens, F.mse_loss)
+    capture(lambda: Counting(True), tokens, F.mse_loss, whole_batch=False)
+
+
 def test_a_trial_decides_where_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, tokens that go around in a window over [rows * windows] would be refused."""
     monkeypatch.setattr(row_mixing.RowTrial, "same", lambda self: False)

@@ -16,6 +16,7 @@ from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.cut import Piece
 from piper_compiler.capture.draws import origin_of
+from piper_compiler.capture.layouts.emit import named_arguments
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
 from piper_compiler.capture.row_trial import PARTS, RowsInDim, RowTrial, opaque_same
 from piper_compiler.capture.stepgraph import Joint
@@ -34,6 +35,8 @@ LIKE = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like"
 SAME_VALUES = frozenset(
     {aten.view.default, aten.unsqueeze.default, aten.expand.default, aten._to_copy.default, aten.reshape.default}
 )
+BY_FREQUENCY = "divides gradients by how often a token stands in the batch (scale_grad_by_freq=True)"
+"""The reason to refuse a table whose forward keeps rows apart and whose gradient does not."""
 ROUTING = frozenset(
     {
         *(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.index.Tensor, aten.index_select.default),
@@ -57,6 +60,9 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     judged = [n for n in forward if origin_of(n) in model]
     if not judged:
         return
+    named = {n.name: n for n in captured.nodes}
+    if counting := [n for n in judged if named_arguments(n).get("scale_grad_by_freq")]:
+        raise _refused(named[origin_of(counting[0])], BY_FREQUENCY)
     varying = _varying(few, many)
     if varying is None:
         return
@@ -65,7 +71,6 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     unknown = [n for n in found if not rows.indexes.ops[n].known]
     if not found:
         return
-    named = {n.name: n for n in captured.nodes}
     ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(many.outputs)
     combining = any(STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named)
     apart = None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
@@ -91,9 +96,9 @@ def _routes(node: fx.Node) -> bool:
     return node.target in ROUTING or node.target.namespace == "piper"
 
 
-def _refused(node: fx.Node) -> CaptureError:
+def _refused(node: fx.Node, how: str = "combines rows of the batch, or numbers them") -> CaptureError:
     return CaptureError(
-        f"{line_of(node)}: combines rows of the batch, or numbers them: a microbatch has only some of the rows, so that the "
+        f"{line_of(node)}: {how}: a microbatch has only some of the rows, so that the "
         "model would compute other values for each plan. Accepted are operations in which each row counts by itself; let one "
         "row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number as a tensor of the batch. "
         'Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, where rows are combined within '
