@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from piper.api import reference
 from piper.cli import app
 from piper.cli.loading import load_file
 
@@ -170,6 +171,14 @@ def test_explain_and_verify(recipe: Path) -> None:
     result = piper("verify", recipe)
     assert result.exit_code == 0, result.output
     assert "equal" in result.stdout
+
+
+def test_verify_ends_with_1_where_a_plan_trains_something_else(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference._Trainer._loss
+    monkeypatch.setattr(reference._Trainer, "_loss", lambda self, *given: 1.01 * right(self, *given))
+    result = piper("verify", recipe)
+    assert result.exit_code == 1 and "NOT what one device computes" in result.stdout and "step 0, loss" in result.stdout
+    assert json.loads(piper("verify", recipe, "--json").stdout)["equal"] is False
 
 
 def test_parameters_of_a_strategy_function(tmp_path: Path) -> None:

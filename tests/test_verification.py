@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.api.verification import verify_strategy
+from piper.api.reference_differences import Difference
+from piper.api.verification import VerificationReport, WholeBatch, verify_strategy
 from piper_ir.errors import JobError
 
 WIDTH = 4
@@ -180,3 +181,13 @@ def test_a_job_of_one_row_compiles() -> None:
 
     trained = piper.Job(lambda: Block(0.0), single, nn.functional.mse_loss, job(Block).optimizer, global_batch=1)
     assert piper.compile(trained, one).plan.rows == 1
+
+
+@pytest.mark.parametrize(("meant", "different", "equal"), [(True, True, True), (False, True, False), (False, False, True)])
+def test_another_result_for_the_whole_batch_is_a_failure_unless_the_job_asks_for_it(
+    meant: bool, different: bool, equal: bool
+) -> None:
+    found = [Difference(0, "loss", -1, "", "1.0, one device has 2.0")] * different
+    strategy = piper.Strategy(piper.Mesh(), [])
+    report = VerificationReport(strategy, 1, 1, [], WholeBatch(found, meant=meant))
+    assert report.equal is equal and report.equal_whole_batch is not different and ("NOT equal" in report.text()) is different
