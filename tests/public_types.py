@@ -66,5 +66,10 @@ def refused(job: piper.Job, compiled: piper.Compiled) -> None:
     piper.execute(compiled, steps=1, on_loss="wait")  # type: ignore[arg-type]  # an unknown word
     piper.execute(compiled, steps=1, gradient=True)  # type: ignore[call-arg]  # it is `gradients`
     piper.execute(compiled, steps=1, gradients=True, spares=1)
+    piper.shard(piper.where(), over="cp", attention="flash")  # type: ignore[arg-type]  # heads, ring or gather
+    piper.shard(piper.where(), stream="columns")  # type: ignore[arg-type]  # tokens, rows, or nothing
     piper.replicate(piper.where(), zero=4)  # type: ignore[arg-type]  # 0 to 3 exist
-    piper.Job(lambda: nn.Linear(2, 2), job.batch, loss_over="row")  # type: ignore[arg-type]  # an unknown word
+    piper.Job(lambda: nn.Linear(2, 2), job.batch, None, job.optimizer, 8, loss_over="row")  # type: ignore[call-overload]  # no word
+    piper.Job(lambda: nn.Linear(2, 2), job.batch)  # type: ignore[call-overload]  # optimizer and global_batch are missing
+    piper.Job(lambda: nn.Linear(2, 2), job.batch, optimizer=job.optimizer)  # type: ignore[call-overload]  # global_batch is
+    piper.Job(lambda: nn.Linear(2, 2), job.batch, optimizer=job.optimizer, global_batch=8)  # the model's own loss

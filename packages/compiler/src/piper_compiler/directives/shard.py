@@ -56,6 +56,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from piper_compiler.directives.base import Directive, as_names, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
@@ -67,10 +68,14 @@ from piper_ir.mesh import AXES, Mesh, whole_axis
 from piper_ir.plan import COMPUTE
 from piper_ir.select import Where, where
 
-STREAMS = ("", "tokens", ROWS)
+Stream = Literal["", "tokens", "rows"]
+Attention = Literal["heads", "ring", "gather"]
+TokenOrder = Literal["", "zigzag", "blocks"]
+Overflow = Literal["rounds", "error", "drop"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 TOKENS = "tokens"
-ATTENTION = ("heads", "ring", "gather")
-ORDERS = ("", "zigzag", "blocks")
+ATTENTION: tuple[Attention, ...] = get_args(Attention)
+ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 
 
 @directive
@@ -105,14 +110,14 @@ class Shard:
     selection: Where
     over: str = "tp"
     index: str | tuple[str, ...] = ()
-    stream: str = ""
+    stream: Stream = ""
     keep: bool = False
-    attention: str = "heads"
-    order: str = ""
+    attention: Attention = "heads"
+    order: TokenOrder = ""
     channel: str = ""
     sms: int | None = None
     bound: float = BOUND
-    overflow: str = OVERFLOWS[0]
+    overflow: Overflow = "rounds"
     cut: bool = False
     site: str = site_field()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, shard, split
+from piper_compiler.directives.shard import Attention, Overflow, TokenOrder
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
 from piper_ir.errors import DirectiveError
@@ -102,7 +103,7 @@ def tensor_parallel(*, sequence: bool = False, cut: bool = False) -> tuple[Direc
     return (shard(where(), over="tp", stream="tokens" if sequence else "", cut=cut),)
 
 
-def context_parallel(*, attention: str = "heads", order: str = "") -> tuple[Directive, ...]:
+def context_parallel(*, attention: Attention = "heads", order: TokenOrder = "") -> tuple[Directive, ...]:
     """Let the devices along the mesh axis cp compute their tokens of every op; see `shard`.
 
     Attention is computed by exchanging tokens for heads, in a "ring", or with keys that each device has to "gather";
@@ -113,7 +114,7 @@ def context_parallel(*, attention: str = "heads", order: str = "") -> tuple[Dire
 
 
 def expert_parallel(
-    *, over: str = "ep", channel: str = "", sms: int | None = None, bound: float = 1.25, overflow: str = "rounds"
+    *, over: str = "ep", channel: str = "", sms: int | None = None, bound: float = 1.25, overflow: Overflow = "rounds"
 ) -> tuple[Directive, ...]:
     """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
 

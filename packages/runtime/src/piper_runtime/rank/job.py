@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -39,8 +39,40 @@ Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
 MakesOptimizer = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-_MISSING: Any = object()
-"""The value of a field that must be given, by position or by name, behind `loss`, which need not."""
+
+
+class _Required:
+    """Be the value of a field that must be given, by position or by name, behind `loss`, which need not."""
+
+    def __repr__(self) -> str:
+        return "required"
+
+
+_MISSING: Any = _Required()
+
+
+Optimizers = MakesOptimizer | Mapping[str, MakesOptimizer]
+Loss = Callable[[Any, Any], Any]
+
+
+class JobOptions(TypedDict, total=False):
+    """The fields of `Job` that may be left out behind the first five."""
+
+    tokens_per_row: int | None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    clip_norm: float | None
+    precision: Precision | str
+    seed: int
+    init: str | Path
+    rename: Renames
+    shared: str | tuple[str, ...]
+    batch_norm: Literal["microbatch"] | None
+    loss_over: Literal["batch", "microbatch"]
+    metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]]
+    eval_data: Batch | Dataset[Any] | Sequence[Any] | None
+    eval_every: int | None
+    eval_batches: int | None
+    draws: Literal["rows", "microbatches"]
 
 
 @checked_fields(JobError)
@@ -83,8 +115,8 @@ class Job:
 
     model: Callable[[], nn.Module]
     batch: Batch
-    loss: Callable[[Any, Any], Any] | None = None
-    optimizer: MakesOptimizer | Mapping[str, MakesOptimizer] = _MISSING
+    loss: Loss | None = None
+    optimizer: Optimizers = _MISSING
     global_batch: int = _MISSING
     tokens_per_row: int | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -94,13 +126,38 @@ class Job:
     init: str | Path = "model"
     rename: Renames = field(default_factory=dict, hash=False)
     shared: str | tuple[str, ...] = ()
-    batch_norm: str | None = None
+    batch_norm: Literal["microbatch"] | None = None
     loss_over: Literal["batch", "microbatch"] = "batch"
     metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]] = field(default_factory=dict, hash=False)
     eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
     eval_every: int | None = None
     eval_batches: int | None = None
     draws: Literal["rows", "microbatches"] = "rows"
+
+    if TYPE_CHECKING:  # optimizer and global_batch must be given, also where loss is left out
+
+        @overload
+        def __init__(
+            self,
+            model: Callable[[], nn.Module],
+            batch: Batch,
+            loss: Loss | None,
+            optimizer: Optimizers,
+            global_batch: int,
+            **more: Unpack[JobOptions],
+        ) -> None: ...
+        @overload
+        def __init__(
+            self,
+            model: Callable[[], nn.Module],
+            batch: Batch,
+            loss: Loss | None = None,
+            *,
+            optimizer: Optimizers,
+            global_batch: int,
+            **more: Unpack[JobOptions],
+        ) -> None: ...
+        def __init__(self, *given: Any, **more: Any) -> None: ...
 
     @property
     def shared_names(self) -> tuple[str, ...]:
