@@ -17,8 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from packages.runtime.tests.chains import chain, run
+from packages.runtime.tests.chains import CODE, chain, run
 from piper_ir.errors import JobError
+from piper_runtime.launch.request import make_requests
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank.evaluation import Evaluation
+from piper_runtime.rank.job import materialize
 from piper_runtime.rank.shipping import Parcel, pack
 
 NAME = "weather_data"
@@ -377,3 +381,20 @@ def test_a_run_in_processes_is_refused(weather: Any) -> None:
 
     with pytest.raises(JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"):
         run(plan, replace(job, batch=scaled), launcher="processes")
+
+
+@pytest.mark.parametrize("field", ["optimizer", "scheduler", "evaluation"])
+def test_every_callable_that_ranks_call_is_looked_at(field: str, weather: Any) -> None:
+    plan, job = chain(dp=2, pp=1, microbatches=1)
+    make, evaluation = job.optimizer, None
+    assert callable(make)
+    weather.SCALE = 3.0
+    if field == "optimizer":
+        job = replace(job, optimizer=lambda named: make(named) if weather.SCALE else make(named))
+    elif field == "scheduler":
+        job = replace(job, scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, weather.SCALE))
+    else:
+        evaluation = Evaluation(plan, {**CODE}, lambda step, rows: weather.SCALE, every=1, batches=1)
+    requests = make_requests(plan, {**CODE}, job, materialize(job), RunOptions(steps=1), evaluation=evaluation)
+    with pytest.raises(JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"):
+        opened(pickle.loads(requests[0].callables))
