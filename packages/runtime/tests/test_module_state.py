@@ -390,7 +390,7 @@ def test_every_callable_that_ranks_call_is_looked_at(field: str, weather: Any) -
     assert callable(make)
     weather.SCALE = 3.0
     if field == "optimizer":
-        job = replace(job, optimizer=lambda named: make(named) if weather.SCALE else make(named))
+        job = replace(job, optimizer=lambda named: (weather.SCALE, make(named))[1])
     elif field == "scheduler":
         job = replace(job, scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, weather.SCALE))
     else:
