@@ -21,6 +21,9 @@ SIZES: dict[str, Any] = {
     "llama": LlamaConfig(layers=4, width=32, heads=8, kv_heads=4, hidden=48, vocab=64, length=8),
     "few_kv_heads": LlamaConfig(layers=2, width=32, heads=8, kv_heads=2, hidden=48, vocab=64, length=8, qk_norm=True),
     "experts": MoEConfig(layers=4, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2),
+    "dropless": MoEConfig(
+        layers=4, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2, capacity_factor=None
+    ),
     "gpt": GPTConfig(layers=4, width=32, heads=4, vocab=64, length=8),
 }
 """Models of the catalog; every other name is one of tests/models.py."""

@@ -126,6 +126,26 @@ def test_what_stays_whole_may_have_an_optimizer_of_matrices() -> None:
     check(job(optimizer), Mesh(tp=2), one, piper.split(where(), microbatches=2))
 
 
+OF_EXPERTS = {
+    "*feed_forward*": made(torch.optim.RMSprop, centered=True, momentum=0.9, lr=0.01),
+    "*": made(torch.optim.Adagrad, lr_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ["experts", "dropless"])
+def test_what_torch_updates_element_by_element_takes_shared_experts(name: str) -> None:
+    of = replace(shared_jobs.job(name), optimizer=OF_EXPERTS)
+    check(of, Mesh(ep=2), EXPERTS, *recipes.data_parallel(over=("ep",), zero=1))
+
+
+def test_nesterov_in_half_precision_beside_dropless_experts() -> None:
+    nesterov = made(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    of = replace(shared_jobs.job("dropless"), optimizer=nesterov, precision=piper.Precision("bfloat16"))
+    strategy = piper.Strategy(Mesh(ep=2), (EXPERTS, *recipes.data_parallel(over=("ep",), zero=1)))
+    run = piper.execute(piper.compile(of, strategy), steps=2, launcher="inline", memory=False)
+    assert run.losses == pytest.approx(reference(of, replicas=2, steps=2).losses, rel=0.02)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", [made(Lion), {"*feed_forward*": made(Lion), "*": ADAMW}], ids=["Lion", "Lion and AdamW"])
