@@ -93,6 +93,11 @@ def test_negative_control_names(text: str, wrong: list[str]) -> None:
     assert list(unknown_names(text)) == wrong
 
 
+def test_a_decision_has_the_number_of_its_file() -> None:
+    heads = {p.name[:4]: p.read_text().splitlines()[0] for p in tracked("docs/decisions/*.md")}
+    assert heads and not {number: head for number, head in heads.items() if not head.startswith(f"# {number} ")}
+
+
 def test_what_documents_install_can_be_installed() -> None:
     """The clone is named `piper` where a reader stands beside it, and `.` within it."""
     commands = [(p, line) for p in tracked("*.md") for line in re.findall(r"pip install ([^\n`#]+)", p.read_text())]
