@@ -19,6 +19,10 @@ from tests import backward_faults, loss_faults, losses, parity
 
 STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     "pp": ({"pp": 2}, piper.recipes.one_f_one_b(pp=2, microbatches=4)),
+    "recompute": (
+        {"pp": 2},
+        (*piper.recipes.one_f_one_b(pp=2, microbatches=4), piper.recompute(piper.where(), keep="products")),
+    ),
     "dp": ({"dp": 2}, (*piper.recipes.gpipe(pp=1, microbatches=2), *piper.recipes.data_parallel(zero=3))),
     "tp": ({"tp": 2}, (piper.shard(piper.where()), piper.split(piper.where(), microbatches=2))),
     "cp": (

@@ -13,8 +13,8 @@ from piper_ir.errors import PiperError
 from tests import parity, random_jobs
 from tests.random_jobs import Plan, case
 
-OFTEN, QUICK, MANY, STEPS = 12, 60, 300, 2
-"""The seeds in `make test`, and in `make test-long` those of the same few jobs and of any job: one takes seconds."""
+QUICK, MANY, STEPS = 60, 300, 2
+"""The seeds of a few jobs, in `make test`, and those of any job, in `make test-long`: one takes seconds."""
 
 REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
     "tokens of a row apart, for experts that devices share": (
@@ -57,7 +57,7 @@ def check(plan: Plan) -> None:
     parity.assert_parity(run, parity.reference(job, **counts, steps=STEPS), label=repr(plan))
 
 
-@pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.long] * (k >= OFTEN)) for k in range(QUICK)])
+@pytest.mark.parametrize("seed", range(QUICK))
 def test_a_composition_trains_what_one_device_trains(seed: int) -> None:
     check(case(seed, quick=True))
 
