@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_compiler.capture import capture, row_mixing
-from piper_ir.errors import CaptureError
+from piper_compiler.capture import capture, row_mixing, row_trial
+from piper_ir.errors import CaptureError, PiperWarning
 
 TOKENS, WIDTH = 10, 12
 Step = Callable[["Model", Tensor], Tensor]
@@ -109,6 +109,21 @@ def test_a_table_that_counts_tokens_is_refused_by_line(kind: type[nn.Module]) ->
     with pytest.raises(CaptureError, match=r"test_row_mixing.py:\d+ .*how often a token .*scale_grad_by_freq=True.*loss_over="):
         capture(lambda: Counting(True), tokens, F.mse_loss)
     capture(lambda: Counting(True), tokens, F.mse_loss, whole_batch=False)
+
+
+@torch.library.custom_op("row_mixing::unknown", mutates_args=())
+def unknown(h: Tensor) -> Tensor:
+    return h.clone()
+
+
+unknown.register_fake(torch.empty_like)
+unknown.register_autograd(lambda context, gradient: gradient)
+
+
+def test_what_is_too_large_to_try_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_trial, "MOST", 0)
+    with pytest.warns(PiperWarning, match=r"test_row_mixing.py:\d+ .*rows of the batch apart is neither known .*piper verify"):
+        capture(lambda: Model({"": lambda m, h: unknown(h)}), batch, F.cross_entropy)
 
 
 def test_a_trial_decides_where_rules_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ be computed in parts of that loop. Where its rule does not say so, the chunk is 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -20,7 +21,7 @@ from piper_compiler.capture.layouts.emit import named_arguments
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, TensorKey, indexed, key_of
 from piper_compiler.capture.row_trial import PARTS, RowsInDim, RowTrial, opaque_same
 from piper_compiler.capture.stepgraph import Joint
-from piper_ir.errors import CaptureError
+from piper_ir.errors import CaptureError, PiperWarning
 from piper_ir.sizes import TensorSpec
 from piper_ops import STATISTICS, is_draw
 
@@ -74,7 +75,10 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(many.outputs)
     combining = any(STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named)
     apart = None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
-    if apart or (apart is None and all(n in unknown or _routes(n) for n in found)):
+    if apart:
+        return
+    if apart is None and all(n in unknown or _routes(n) for n in found):
+        _say_believed([named[origin_of(n)] for n in found if n.target.namespace != "piper"])
         return
     raise _refused(named[origin_of(found[0])])
 
@@ -88,6 +92,18 @@ def check_opaque_rows(modules: Sequence[fx.GraphModule], specs: Sequence[TensorS
     kinds = [slot.kind for slot in piece.slots]
     if not random and opaque_same(modules, specs, kinds, values) is False:
         raise _refused(piece.region.nodes[0])
+
+
+def _say_believed(nodes: Sequence[fx.Node]) -> None:
+    """Warn of operations that may combine rows in a chunk that is too large, or cannot run, on numbers."""
+    if nodes:
+        warnings.warn(
+            f"{line_of(nodes[0])}: whether this keeps the rows of the batch apart is neither known by rule nor could it be tried "
+            "on numbers at this size; it is taken to do so. If it does not, microbatches train other numbers than the whole "
+            "batch: `piper verify` on the same code with smaller sizes tells",
+            PiperWarning,
+            stacklevel=2,
+        )
 
 
 def _routes(node: fx.Node) -> bool:
