@@ -88,7 +88,7 @@ def test_a_killed_worker_is_restarted_from_a_checkpoint(launcher: str, tmp_path:
     with pytest.warns(PiperWarning, match=r"rank \d (has died|was killed) .*the run goes on with step 2"):
         found = execute(
             plan, compositions.code_of(PAIRS, plan), job, steps=STEPS, launcher=launcher, restarts=1,
-            checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False),
+            checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False), loader="none",
         )  # fmt: skip
     assert found.restarts[0].source.startswith("the checkpoint") and (tmp_path / "sign").exists()
     assert_trained(PAIRS, found)

@@ -106,6 +106,12 @@ CASES: dict[str, dict[str, str]] = {
         "stale_model.py": net("f(x)", DECORATED),
         "site-packages/installed_of_test.py": "def wrap(f):\n    def g(x):\n        return f(x)\n    return g\n",
     },
+    "a function of an installed package that a trace only calls": {
+        "stale_model.py": net("installed_of_test.run(x)", "import installed_of_test"),
+        "site-packages/installed_of_test.py": (
+            "import torch\n@torch.compiler.allow_in_graph\ndef run(x):\n    return x * NUMBER\n"
+        ),
+    },
     "a registry of an installed package": {
         "stale_model.py": net("installed_of_test.run(x)", ENTERED.format(how="['f'] = f")),
         "site-packages/installed_of_test.py": "TABLE = {}\ndef run(x):\n    return TABLE['f'](x)\n",
@@ -164,7 +170,14 @@ def test_another_number_is_another_content(case: str, tmp_path: Path) -> None:
     assert first is None or first != content(tmp_path, CASES[case], 3)
 
 
-KEPT = ["a helper's helper", "a relative import", "a closure", "a metaclass", "a registry of an installed package"]
+KEPT = [
+    "a function of an installed package that a trace only calls",
+    "a helper's helper",
+    "a relative import",
+    "a closure",
+    "a metaclass",
+    "a registry of an installed package",
+]
 
 
 @pytest.mark.parametrize("case", KEPT)

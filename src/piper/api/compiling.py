@@ -196,7 +196,7 @@ def trained_job(
     traced = traced_job(source)
     asked = () if directives is None else asked_layers(directives, traced.outline)
     captured = under_policies(layered_by(traced, asked), ())
-    check_draws(source, captured)
+    check_draws(source, captured.program)
     spec = optimizer_spec(source, captured.program.params)
     given = source.precision
     training = Training(

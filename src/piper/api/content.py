@@ -176,7 +176,7 @@ class _Walk:
                 raise Unseen
             self._all("cells", cells(function))
             return self._check_pure(function.__globals__.get("__name__"))
-        self._runs |= _is_called_by_a_trace(function)
+        self._runs |= home == "user" and _is_called_by_a_trace(function)  # transformers has such functions, too
         if self._runs and home == "installed":
             raise Unseen
         self.add(function.__code__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 
-from torch import fx
 from torch._library.custom_ops import OPDEFS
 
+from piper_ir.program import Program
 from piper_runtime.rank import cells, home_of, names_in
 
 DRAWS = frozenset({
@@ -19,10 +19,10 @@ DRAWS = frozenset({
 """The functions and methods of torch that draw from its generator."""
 
 
-def drawing_operators(graph: fx.Graph) -> Iterator[str]:
-    """Yield a message for each operator of torch.library.custom_op in a graph whose kernel draws."""
-    called = {name for node in graph.nodes if (name := ".".join(str(node.target).split(".")[:2]).replace(".", "::")) in OPDEFS}
-    for name in sorted(called):
+def drawing_operators(program: Program) -> Iterator[str]:
+    """Yield a message for each operator of torch.library.custom_op in a program whose kernel draws."""
+    ops = {kernel.op for chunk in program.chunks for step in chunk.steps.values() for kernel in step.cost.kernels}
+    for name in sorted(op for op in ops if op in OPDEFS):
         for kernel in (OPDEFS[name]._init_fn, *OPDEFS[name]._backend_fns.values()):
             for code in _reached(kernel):
                 drawing = sorted(names_in(code)[2] & DRAWS)

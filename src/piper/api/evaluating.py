@@ -57,7 +57,7 @@ def _captured(job: Job, strategy: Strategy) -> Captured:
     captured = layered_by(traced, asked_layers(strategy.directives, traced.outline))
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, (FORGETS, *policies_of(strategy.directives)))
-    check_draws(job, captured)
+    check_draws(job, captured.program)
     changed = [o.ref for c in captured.program.chunks for o in c.outputs if o.kind == "buffer" and not counts_tokens(o.ref)]
     if changed:
         raise JobError(

@@ -8,22 +8,22 @@ from piper_ir.draws import ANY_NUMBER
 from piper_ir.errors import CaptureError, JobError
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Captured
     from piper_ir.plan import Plan
+    from piper_ir.program import Program
     from piper_runtime import Job
 
 OPT_OUT = 'Job(draws="microbatches") draws it by torch\'s own generator: other numbers at other rows per microbatch'
 """The way out for random operations that cannot be drawn by row."""
 
 
-def check_draws(job: Job, captured: Captured) -> None:
+def check_draws(job: Job, program: Program) -> None:
     """Raise CaptureError for a random operation that cannot draw in parts what one device draws for the whole batch."""
     if job.draws != "rows":
         return
     from piper.api.drawing_operators import drawing_operators  # it loads torch
 
-    drawn = (d.refused for c in captured.program.chunks for d in c.draws if d.refused)
-    refused = next(drawn, "") or next(drawing_operators(captured.forward.graph), "")
+    drawn = (d.refused for c in program.chunks for d in c.draws if d.refused)
+    refused = next(drawn, "") or next(drawing_operators(program), "")
     if refused:
         raise CaptureError(f"{refused}, so that its numbers would depend on the plan. {OPT_OUT}")
 

@@ -78,7 +78,7 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     if apart:
         return
     if apart is None and all(n in unknown or _routes(n) for n in found):
-        _say_believed([named[origin_of(n)] for n in found if n.target.namespace != "piper"])
+        _say_believed([named[origin_of(n)] for n in found if not str(n.target).startswith("piper.")])
         return
     raise _refused(named[origin_of(found[0])])
 
