@@ -68,13 +68,13 @@ from piper_ir.mesh import AXES, Mesh, whole_axis
 from piper_ir.plan import COMPUTE
 from piper_ir.select import Where, where
 
-Stream = Literal["", "tokens", "rows"]
-Attention = Literal["heads", "ring", "gather"]
+Activations = Literal["", "tokens", "rows"]
+AttentionExchange = Literal["heads", "ring", "gather"]
 TokenOrder = Literal["", "zigzag", "blocks"]
 Overflow = Literal["rounds", "error", "drop"]
-STREAMS: tuple[Stream, ...] = get_args(Stream)
+STREAMS: tuple[Activations, ...] = get_args(Activations)
 TOKENS = "tokens"
-ATTENTION: tuple[Attention, ...] = get_args(Attention)
+ATTENTION: tuple[AttentionExchange, ...] = get_args(AttentionExchange)
 ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 
 
@@ -110,9 +110,9 @@ class Shard:
     selection: Where
     over: str = "tp"
     index: str | tuple[str, ...] = ()
-    stream: Stream = ""
+    stream: Activations = ""
     keep: bool = False
-    attention: Attention = "heads"
+    attention: AttentionExchange = "heads"
     order: TokenOrder = ""
     channel: str = ""
     sms: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, shard, split
-from piper_compiler.directives.shard import Attention, Overflow, TokenOrder
+from piper_compiler.directives.shard import AttentionExchange, Overflow, TokenOrder
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
 from piper_ir.errors import DirectiveError
@@ -103,7 +103,7 @@ def tensor_parallel(*, sequence: bool = False, cut: bool = False) -> tuple[Direc
     return (shard(where(), over="tp", stream="tokens" if sequence else "", cut=cut),)
 
 
-def context_parallel(*, attention: Attention = "heads", order: TokenOrder = "") -> tuple[Directive, ...]:
+def context_parallel(*, attention: AttentionExchange = "heads", order: TokenOrder = "") -> tuple[Directive, ...]:
     """Let the devices along the mesh axis cp compute their tokens of every op; see `shard`.
 
     Attention is computed by exchanging tokens for heads, in a "ring", or with keys that each device has to "gather";

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from piper_runtime.data import bind_batch
 from piper_runtime.rank.by_name import bound_by_name
 from piper_runtime.rank.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
 from piper_runtime.rank.job_evaluation import evaluation_batches, evaluation_data
+from piper_runtime.rank.job_options import JobOptions
 from piper_runtime.rank.precision import DTYPES, Precision, PrecisionField
 from piper_runtime.weights import (
     HeldTensor,
@@ -52,27 +53,7 @@ _MISSING: Any = _Required()
 
 
 Optimizers = MakesOptimizer | Mapping[str, MakesOptimizer]
-Loss = Callable[[Any, Any], Any]
-
-
-class JobOptions(TypedDict, total=False):
-    """The fields of `Job` that may be left out behind the first five."""
-
-    tokens_per_row: int | None
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    clip_norm: float | None
-    precision: Precision | str
-    seed: int
-    init: str | Path
-    rename: Renames
-    shared: str | tuple[str, ...]
-    batch_norm: Literal["microbatch"] | None
-    loss_over: Literal["batch", "microbatch"]
-    metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]]
-    eval_data: Batch | Dataset[Any] | Sequence[Any] | None
-    eval_every: int | None
-    eval_batches: int | None
-    draws: Literal["rows", "microbatches"]
+LossFunction = Callable[[Any, Any], Any]
 
 
 @checked_fields(JobError)
@@ -115,7 +96,7 @@ class Job:
 
     model: Callable[[], nn.Module]
     batch: Batch
-    loss: Loss | None = None
+    loss: LossFunction | None = None
     optimizer: Optimizers = _MISSING
     global_batch: int = _MISSING
     tokens_per_row: int | None = None
@@ -141,7 +122,7 @@ class Job:
             self,
             model: Callable[[], nn.Module],
             batch: Batch,
-            loss: Loss | None,
+            loss: LossFunction | None,
             optimizer: Optimizers,
             global_batch: int,
             **more: Unpack[JobOptions],
@@ -151,7 +132,7 @@ class Job:
             self,
             model: Callable[[], nn.Module],
             batch: Batch,
-            loss: Loss | None = None,
+            loss: LossFunction | None = None,
             *,
             optimizer: Optimizers,
             global_batch: int,
