@@ -261,7 +261,7 @@ def test_a_row_without_targets_counts_for_nothing() -> None:
 
 
 class Judging(losses.Tagger):
-    """Return logits and a loss of its own beside them, among what a job's loss does not read."""
+    """Return logits, a loss of the model's own, and values that a job's loss does not read."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Any:  # type: ignore[override]  # it needs labels
         logits = super().forward(tokens)

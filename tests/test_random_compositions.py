@@ -14,7 +14,7 @@ from tests import parity, random_jobs
 from tests.random_jobs import Plan, case
 
 QUICK, MANY, STEPS = 60, 300, 2
-"""The seeds of a few jobs, in `make test`, and those of any job, in `make test-long`: one takes seconds."""
+"""The numbers of random compositions of a few jobs (`make test`) and of any job (`make test-long`), and of steps."""
 
 REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
     "tokens of a row apart, for experts that devices share": (

@@ -28,7 +28,7 @@ MOST_OBJECTS = 50_000
 _OF_DYNAMO = "torch._dynamo"
 """The module that puts functions of its own in place of some of torch's, which change no result."""
 _PATCHED = (torch.Tensor, torch.nn.Module)
-"""The classes of torch whose methods code calls on objects of which it does not say the class."""
+"""The classes of torch whose methods are compared by name, since code does not show the class of an object."""
 MAKERS = ("__init__", "__new__", "__post_init__")
 """The methods that make an object.
 
@@ -221,7 +221,7 @@ class _Walk:
                     yield inner
 
     def _note_replaced(self, kinds: Iterable[type], names: Set[str] | None = None) -> None:
-        """Note the replaced methods of classes of torch or Python; with `names`, only those of a name."""
+        """Note the replaced methods of classes of torch or Python; `names` limits them to methods with these names."""
         for kind in kinds:
             for name in list(vars(kind)) if names is None else names & vars(kind).keys():
                 if _is_replaced(function_of(vars(kind)[name]), name):

@@ -37,7 +37,7 @@ FLAGS = (
     "backends.mkldnn.enabled",
     "backends.mkldnn.deterministic",
 )
-"""The flags of torch that travel, those of all backends before those of one."""
+"""The flags of torch that travel; a flag of all backends stands before the flags of one backend."""
 
 
 @dataclass(frozen=True)
