@@ -80,7 +80,7 @@ def test_every_section_has_its_function(name: str) -> None:
     assert callable(run.section(name))
 
 
-OTHERS = ("capture_time", "expert_costs", "predicted_folder")
+OTHERS = ("capture_time", "expert_costs", "predicted_folder", "simulate_llama")
 
 
 def test_every_module_is_reached_by_a_section() -> None:

@@ -75,6 +75,7 @@ def test_actors_save_and_resume_as_one_process_does(pool: RayPool, tmp_path: Pat
 
 def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, job = chain(pp=1, dp=2)
+    run(plan, job, launcher="ray", pool=pool)  # connects the actors
     puts: list[bytes] = []
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: (puts.append(value), put(value))[1])
@@ -82,7 +83,7 @@ def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.Mon
     remote = ray.actor.ActorMethod.remote
     monkeypatch.setattr(ray.actor.ActorMethod, "remote", lambda self, *a: (calls.append(self._method_name), remote(self, *a))[1])
     run(plan, job, launcher="ray", pool=pool, steps=20)
-    assert len(puts) == len(set(map(id, puts))) == 2  # the request of the one role, and the plan; the callables are small
+    assert len(puts) == len(set(map(id, puts))) == 3  # the request of the one role, the plan, and the callables
     assert calls.count("perform") == 2 and set(calls) == {"perform", "look"}
 
 
