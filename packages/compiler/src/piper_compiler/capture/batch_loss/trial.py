@@ -293,7 +293,8 @@ class LossTrial:
         """
         env: dict[fx.Node, Any] = {n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()}
         graph = next((node.graph for node in asked), self._forward.graph)
-        needed = with_writers(graph, ancestors(asked)) - (ancestors(leaves) - self._within)
+        before = with_writers(graph, ancestors(leaves)) - self._within  # of which leaves have what was written
+        needed = with_writers(graph, ancestors(asked)) - before
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), RandomWatch() as watch:
             for node in graph.nodes:
                 if node.op == "get_attr":
