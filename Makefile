@@ -37,7 +37,7 @@ check: $(INSTALLED) ## ruff (lint and format), mypy --strict on the packages and
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	MYPYPATH=$(SOURCES) $(PY) -m mypy --config-file= --warn-unused-ignores --ignore-missing-imports --follow-imports=silent examples tests/public_types.py
+	MYPYPATH=$(SOURCES) $(PY) -m mypy --config-file= --warn-unused-ignores --ignore-missing-imports --follow-imports=silent examples tests/house/public_types.py
 
 test: $(INSTALLED) ## the test suite, without what is marked long or bench
 	$(PYTEST) --timeout=300 -m "not long and not bench" $(ARGS)
@@ -57,7 +57,7 @@ gallery: $(INSTALLED) ## docs/schedules.md: all schedules drawn, with their numb
 	$(PY) docs/overview.py
 
 mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which check catches each
-	$(PY) -m tests.mutants $(ARGS)
+	$(PY) -m tests.faults.mutants $(ARGS)
 
 zoo: $(INSTALLED) ## train public models on two stages beside plain PyTorch: the table of docs/models.md (packages, an hour and more)
 	PYTHONPATH=. $(PY) -m tests.zoo.run $(ARGS)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from piper_runtime.launch.processes import Pool
+    from piper_runtime.launch.processes.processes import Pool
 
 # The machine is shared by several test processes and by the workers that tests start, and the tensors are tiny: one thread per
 # process is the fastest setting and makes float sums repeatable. It must be set before anything imports torch.
@@ -53,8 +53,8 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def runs_take_the_cpu() -> None:
     """Also on a machine with a CUDA device: the suite compares bits and bytes of the CPU. Tests of CUDA ask for it."""
-    if "piper_runtime.rank.device" in sys.modules:  # to import it here would load torch for tests that need none
-        sys.modules["piper_runtime.rank.device"].default = "cpu"
+    if "piper_runtime.rank.values.device" in sys.modules:  # to import it here would load torch for tests that need none
+        sys.modules["piper_runtime.rank.values.device"].default = "cpu"
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ def pool() -> Iterator[Pool]:
 
     A test whose run fails makes a pool of its own, since workers are started again after it.
     """
-    from piper_runtime.launch.processes import Pool
+    from piper_runtime.launch.processes.processes import Pool
 
     with Pool(4) as workers:
         yield workers
@@ -71,7 +71,7 @@ def pool() -> Iterator[Pool]:
 
 _CLUSTER = """
 import sys
-from piper_runtime.launch.ray_cluster import connect
+from piper_runtime.launch.ray.ray_cluster import connect
 link = connect("local", 4)
 print(link.ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
@@ -91,27 +91,27 @@ def ray_address() -> Iterator[str]:
 
 TOGETHER: dict[str, tuple[str, ...]] = {
     "captured models and worker processes": (
-        "tests/test_parity.py",
-        "tests/test_memory_truth.py",
-        "tests/test_mutants.py",
-        "tests/test_compositions.py",
-        "tests/test_parity_processes.py",
-        "tests/test_schedules.py",
-        "tests/test_resume_strategies.py",
-        "tests/test_collectives.py",
-        "tests/test_emulation.py",
-        "tests/test_own_cost_model.py",
-        "tests/test_profiling.py",
-        "tests/test_batch_time.py",
-        "tests/test_sharding.py",
-        "tests/test_recompute.py",
-        "tests/test_mixed_precision.py",
-        "tests/test_mixed_sharded.py",
-        "tests/test_explain.py",
-        "tests/test_recompute_bf16.py",
-        "tests/test_memory_snapshot.py",
-        "tests/test_settled_values.py",
-        "tests/test_sharded_tables.py",
+        "tests/parity/test_parity.py",
+        "tests/predictions/test_memory_truth.py",
+        "tests/faults/test_mutants.py",
+        "tests/parity/test_compositions.py",
+        "tests/parity/test_parity_processes.py",
+        "tests/parity/test_schedules.py",
+        "tests/runs/test_resume_strategies.py",
+        "tests/parity/test_collectives.py",
+        "tests/predictions/test_emulation.py",
+        "tests/predictions/test_own_cost_model.py",
+        "tests/runs/test_profiling.py",
+        "tests/runs/test_batch_time.py",
+        "tests/parity/test_sharding.py",
+        "tests/parity/test_recompute.py",
+        "tests/parity/test_mixed_precision.py",
+        "tests/parity/test_mixed_sharded.py",
+        "tests/predictions/test_explain.py",
+        "tests/parity/test_recompute_bf16.py",
+        "tests/predictions/test_memory_snapshot.py",
+        "tests/parity/test_settled_values.py",
+        "tests/parity/test_sharded_tables.py",
         "packages/compiler/tests/test_layout_indexes.py",
         "packages/compiler/tests/test_capture_parity.py",
         "packages/compiler/tests/test_capture_sizes.py",
@@ -120,33 +120,33 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "packages/compiler/tests/test_tags.py",
     ),
     "captures that devices share": (
-        "tests/test_shared_compositions.py",
-        "tests/test_tensor_parallel.py",
-        "tests/test_context_parallel.py",
-        "tests/test_tensor_parallel_vocabulary.py",
-        "tests/test_mixed_shared.py",
-        "tests/test_shared_recovery.py",
-        "tests/test_simulated_layouts.py",
-        "tests/test_shard_refused.py",
-        "tests/test_explain_layouts.py",
-        "tests/test_shard_sizes.py",
-        "tests/test_sums_between_chunks.py",
-        "tests/test_expert_parallel.py",
-        "tests/test_expert_runs.py",
+        "tests/parity/test_shared_compositions.py",
+        "tests/parity/test_tensor_parallel.py",
+        "tests/parity/test_context_parallel.py",
+        "tests/parity/test_tensor_parallel_vocabulary.py",
+        "tests/parity/test_mixed_shared.py",
+        "tests/runs/test_shared_recovery.py",
+        "tests/predictions/test_simulated_layouts.py",
+        "tests/cli/test_shard_refused.py",
+        "tests/predictions/test_explain_layouts.py",
+        "tests/predictions/test_shard_sizes.py",
+        "tests/parity/test_sums_between_chunks.py",
+        "tests/parity/test_expert_parallel.py",
+        "tests/runs/test_expert_runs.py",
     ),
     "a Ray cluster": (
         "packages/runtime/tests/test_runtime_ray.py",
         "packages/autotune/tests/test_tuner_ray.py",
-        "tests/test_executors.py",
+        "tests/runs/test_executors.py",
         "packages/runtime/tests/test_runtime_processes.py",
         "packages/runtime/tests/test_checkpoint_resume.py",
     ),
 }
 """Files that share what takes long to make: of `make test`'s processes, one takes all files of an entry."""
 LONG = (
-    "tests/test_bench_smoke.py",
+    "tests/benches/test_bench_smoke.py",
     "packages/runtime/tests/test_runtime_torchrun.py",
-    "tests/test_cli.py",
+    "tests/cli/test_cli.py",
     "packages/compiler/tests/test_zero_bubble.py",
 )
 """Other files that take long: whoever has one of them last leaves the other processes idle."""
@@ -156,27 +156,27 @@ SAMPLED: dict[str, int] = {
     "packages/compiler/tests/test_capture_repeated.py::test_the_program_is_that_of_a_plain_trace": 3,
     "packages/compiler/tests/test_capture_unlike.py::test_the_program_is_that_of_a_plain_trace": 4,
     "packages/compiler/tests/test_joint_parity.py::test_steps_equal_autograd": 2,
-    "tests/test_advancing_buffers.py::test_what_is_named_is_what_makes_a_difference": 3,
-    "tests/test_advice.py::test_a_refused_model_works_as_advised": 3,
-    "tests/test_bad_values.py::test_a_number_that_no_cluster_has_is_one_message_of_the_command": 3,
-    "tests/test_between_layers.py::test_one_tensor_and_its_gradient_cross_for_each_microbatch": 3,
-    "tests/test_between_layers.py::test_schedules_that_come_back_to_a_device": 3,
-    "tests/test_captures.py::test_a_callable_whose_content_changes_is_captured_again": 3,
-    "tests/test_captures_context.py::test_a_mode_that_changes_traces_is_refused_by_name": 3,
-    "tests/test_captures_context.py::test_a_mode_that_is_not_counted_changes_no_capture": 3,
-    "tests/test_captures_unseen.py::test_a_model_that_is_made_otherwise_is_captured_again": 3,
-    "tests/test_context_parallel.py::test_shared_tokens_are_one_device": 2,
-    "tests/test_emulation.py::test_time_truth_of_every_schedule": 3,
-    "tests/test_mixed_precision.py::test_the_mixed_path_is_the_plain_loop_with_the_same_casts": 2,
-    "tests/test_parity.py::test_adamw_with_groups_clipping_and_a_schedule": 6,
-    "tests/test_parity.py::test_sgd_with_momentum": 6,
-    "tests/test_parity_processes.py::test_pairwise_cover": 3,
-    "tests/test_resume_strategies.py::test_each_strategy_goes_on_from_the_checkpoints_of_all_others": 3,
-    "tests/test_resumed_searches.py::test_another_model_begins_anew": 3,
-    "tests/test_schedules.py::test_over_gloo": 2,
-    "tests/test_tensor_parallel.py::test_it_composes": 2,
-    "tests/test_tensor_parallel.py::test_two_devices_are_one": 2,
-    "tests/test_tolerance.py::test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line": 3,
+    "tests/captures/test_advancing_buffers.py::test_what_is_named_is_what_makes_a_difference": 3,
+    "tests/cli/test_advice.py::test_a_refused_model_works_as_advised": 3,
+    "tests/cli/test_bad_values.py::test_a_number_that_no_cluster_has_is_one_message_of_the_command": 3,
+    "tests/parity/test_between_layers.py::test_one_tensor_and_its_gradient_cross_for_each_microbatch": 3,
+    "tests/parity/test_between_layers.py::test_schedules_that_come_back_to_a_device": 3,
+    "tests/captures/test_captures.py::test_a_callable_whose_content_changes_is_captured_again": 3,
+    "tests/captures/test_captures_context.py::test_a_mode_that_changes_traces_is_refused_by_name": 3,
+    "tests/captures/test_captures_context.py::test_a_mode_that_is_not_counted_changes_no_capture": 3,
+    "tests/captures/test_captures_unseen.py::test_a_model_that_is_made_otherwise_is_captured_again": 3,
+    "tests/parity/test_context_parallel.py::test_shared_tokens_are_one_device": 2,
+    "tests/predictions/test_emulation.py::test_time_truth_of_every_schedule": 3,
+    "tests/parity/test_mixed_precision.py::test_the_mixed_path_is_the_plain_loop_with_the_same_casts": 2,
+    "tests/parity/test_parity.py::test_adamw_with_groups_clipping_and_a_schedule": 6,
+    "tests/parity/test_parity.py::test_sgd_with_momentum": 6,
+    "tests/parity/test_parity_processes.py::test_pairwise_cover": 3,
+    "tests/runs/test_resume_strategies.py::test_each_strategy_goes_on_from_the_checkpoints_of_all_others": 3,
+    "tests/predictions/test_resumed_searches.py::test_another_model_begins_anew": 3,
+    "tests/parity/test_schedules.py::test_over_gloo": 2,
+    "tests/parity/test_tensor_parallel.py::test_it_composes": 2,
+    "tests/parity/test_tensor_parallel.py::test_two_devices_are_one": 2,
+    "tests/parity/test_tolerance.py::test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line": 3,
 }
 """Tests of which `make test` runs about one case in n, spread over all of them; `make test-long` runs them all."""
 _UNIT_OF_FILE = {file: unit for unit, files in TOGETHER.items() for file in files}

@@ -14,7 +14,7 @@ from functools import partial
 
 from piper import models
 from piper_compiler.capture import capture
-from piper_ir.sizes import bind
+from piper_ir.ground.sizes import bind
 
 
 def measure(name: str = "gpt3-175b") -> dict[str, float]:

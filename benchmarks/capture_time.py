@@ -38,8 +38,9 @@ def measure(name: str) -> dict[str, float]:
     """Return CPU seconds of captures of a tiny model, and whose they are."""
     import torch  # noqa: F401  # the first capture begins after these imports
 
-    from piper.api.capturing import _CAPTURES
-    from piper_compiler.capture import _torch_joint, tracing
+    from piper.api.captures.capturing import _CAPTURES
+    from piper_compiler.capture.torch_api import _torch_joint
+    from piper_compiler.capture.trace import tracing
 
     job = piper.models.job(MODELS[name](), global_batch=4)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))

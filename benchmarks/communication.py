@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.measure import Goal, Row
-from piper_ir.costs import CommDuration, Costs
+from piper_ir.program.costs import CommDuration, Costs
 from piper_simulator import Cluster, KeyPath, by_formula, load_cluster, rank_group, read_messages
 
 MIB = 1 << 20

@@ -37,7 +37,7 @@ def _layers(microbatches: int) -> tuple[Any, Any]:
     """Return 24 layers of 30 parameters each on 8 stages, and 1F1B for them."""
     from benchmarks.compile_rates import layered
     from piper_compiler import Strategy, recipes
-    from piper_ir.mesh import Mesh
+    from piper_ir.ground.mesh import Mesh
 
     return layered(24), Strategy(Mesh(pp=8), recipes.one_f_one_b(pp=8, microbatches=microbatches))
 
@@ -48,7 +48,7 @@ def _preset(name: str, dp: int) -> tuple[Any, Any]:
     import piper
     from piper import models
     from piper_compiler import Strategy, recipes
-    from piper_ir.mesh import Mesh
+    from piper_ir.ground.mesh import Mesh
 
     job = models.job(name, global_batch=128 * dp)
     directives = [*recipes.one_f_one_b(pp=16, microbatches=128), *recipes.data_parallel(over=("dp",))]

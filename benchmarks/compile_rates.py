@@ -21,8 +21,8 @@ from benchmarks import score_rates, shared_rates
 from benchmarks.measure import Goal, Row, machine
 from packages.compiler.tests.compile_cases import users_place
 from piper_compiler import Strategy, compile_program, place, recipes, synthetic
-from piper_ir.mesh import Mesh
-from piper_ir.program import Program
+from piper_ir.ground.mesh import Mesh
+from piper_ir.program.program import Program
 
 WORST_GOAL = Goal("below", 1.0)
 """Seconds, where the prototype took 204 s on one core."""

@@ -25,20 +25,20 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 
 import piper
 from piper import Job, Mesh, Strategy, models, recipes
-from piper.api.compiling import Compiled
-from piper.api.emulation import emulate
+from piper.api.compiling.compiling import Compiled
+from piper.api.running.emulation import emulate
 from piper_compiler import Directive
 from piper_compiler.durations import collective_seconds
-from piper_compiler.passes.overlap import Interleaved, interleavings
+from piper_compiler.passes.order.overlap import Interleaved, interleavings
 from piper_compiler.recipes import Action, scheduled
-from piper_ir.costs import CommDuration, Costs, Duration, HostCosts, StepDuration
-from piper_ir.errors import DirectiveError
-from piper_ir.graph import At, Graph
-from piper_ir.intervals import Interval, uncovered
-from piper_ir.ops import Collective, Compute, Send
-from piper_ir.plan import COMPUTE, Part, Plan
-from piper_ir.program import Chunk
-from piper_ir.trace import Trace
+from piper_ir.graph.graph import At, Graph
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.intervals import Interval, uncovered
+from piper_ir.ground.trace import Trace
+from piper_ir.plan.plan import COMPUTE, Part, Plan
+from piper_ir.program.costs import CommDuration, Costs, Duration, HostCosts, StepDuration
+from piper_ir.program.ops import Collective, Compute, Send
+from piper_ir.program.program import Chunk
 from piper_runtime.launch import Pool
 
 CLUSTER = "h100x4"
@@ -126,7 +126,7 @@ def earliest() -> AbstractContextManager[object]:
 
 def four_orders() -> AbstractContextManager[object]:
     """Let `compile` choose among the interleavings that do not look at messages."""
-    return patch("piper_compiler.passes.overlap.hidden", lambda *_: None)
+    return patch("piper_compiler.passes.order.overlap.hidden", lambda *_: None)
 
 
 # what is exposed

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
-from piper_ir.errors import ExecutionError
+from piper_ir.ground.errors import ExecutionError
 from piper_runtime.launch import Failure, execute, open_pool
 
 KINDS = ("kill", "raise")

@@ -21,7 +21,7 @@ from benchmarks import gpu_check, kernel_table
 from benchmarks.gpu import REGIMES, SMALL, name_of, with_microbatches
 from benchmarks.measure import Goal, Row
 from piper import models
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_simulator import load_cluster, simulate
 
 CLUSTER, OTHER, STACK = "h200x1", "h100x1", "eager"

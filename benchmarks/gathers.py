@@ -23,11 +23,11 @@ from packages.compiler.tests.order_validator import Did
 from packages.compiler.tests.recipe_orders import orders_of_directives
 from piper_compiler import Directive, Strategy, compile_program, replicate, synthetic
 from piper_compiler.recipes import RECIPES
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, Compute
-from piper_ir.plan import COMPUTE, Plan, RolePlan
-from piper_ir.program import Cost, Kernel, Program
-from piper_ir.select import where
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
+from piper_ir.program.ops import Collective, Compute
+from piper_ir.program.program import Cost, Kernel, Program
 
 LAYER_BYTES = 1024
 COST = Cost((Kernel("matmul", (64, 64, 64), "float32", 2 * 64**3, 3 * 4 * 64**2),))

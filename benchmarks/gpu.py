@@ -33,11 +33,11 @@ from benchmarks.gpu_sides import Ours, Setup, Side, Torch, engine_of, prepared
 from benchmarks.joined import joined_pool
 from benchmarks.measure import Goal, Row, machine, median_interval
 from benchmarks.step_model import Regime, job
-from piper_ir.memory import on_device
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan
-from piper_ops.lowering import LoweringName
-from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
+from piper_ir.fold.memory import on_device
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
+from piper_ops.attention.lowering import LoweringName
+from piper_ops.attention.sdpa_kernels import KERNELS, AttentionOptions
 from piper_runtime.launch import WARMUP_STEPS, Pool, rank_job
 from piper_runtime.profile import most_on_device, reset_most_on_device
 from piper_runtime.rank import Rank, materialize, using

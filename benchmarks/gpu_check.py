@@ -38,7 +38,7 @@ from benchmarks.gpu_predicted import Case, Goals
 from benchmarks.measure import Goal, Row, machine
 from piper import models
 from piper.models.presets import Config
-from piper_ops.losses import cross_entropy, cross_entropy_dgrad
+from piper_ops.pointwise.losses import cross_entropy, cross_entropy_dgrad
 from piper_runtime.launch import Pool
 from piper_runtime.rank import using
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.measure import Goal, Row
-from piper_ir.plan import COMPUTE
+from piper_ir.plan.plan import COMPUTE
 from piper_runtime.engine import CudaApi, CudaStreams, Engine, StagedStreams
 from piper_runtime.rank import BoundComm, BoundInstr, upload
 

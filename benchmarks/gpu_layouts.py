@@ -18,8 +18,8 @@ from benchmarks.joined import joined_pool
 from benchmarks.measure import Goal, Row
 from piper import models
 from piper.models.presets import Config
-from piper_ir.memory import on_device
-from piper_ir.plan import Plan
+from piper_ir.fold.memory import on_device
+from piper_ir.plan.plan import Plan
 from piper_runtime.launch import Pool
 from piper_runtime.rank import using
 

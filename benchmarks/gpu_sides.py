@@ -16,7 +16,7 @@ import torch
 
 import piper
 from benchmarks.step_model import GPT, Regime, batch, fused_adamw, job, loss
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_runtime.engine import HEART_SLOTS, CudaApi, CudaStreams, Engine, MemoryRecord
 from piper_runtime.launch import measured_counter, rank_job
 from piper_runtime.rank import BoundComm, Rank, Thunk, materialize, upload
@@ -59,7 +59,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """Run the plan in the engine, bound as `piper_runtime.launch.worker` binds it."""
+    """Run the plan in the engine, bound as `piper_runtime.launch.worker.worker` binds it."""
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []

@@ -27,8 +27,8 @@ from benchmarks.measure import Goal, Row
 from benchmarks.step_model import Regime, adamw, job
 from piper import models
 from piper.models.presets import Config
-from piper_ir.memory import on_device
-from piper_ir.plan import COMPUTE, Plan, RolePlan
+from piper_ir.fold.memory import on_device
+from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
 from piper_runtime.engine import MemoryRecord
 from piper_runtime.launch import WARMUP_STEPS, Pool
 from piper_runtime.rank import using

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.plan.plan import COMPUTE, Plan
 from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine, Posted
 from piper_runtime.launch import Pool, execute, rank_job
 from piper_runtime.rank import BoundComm, Rank, Thunk, materialize

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.gpu import SMALL, name_of, prepared
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
 from piper_simulator import Cluster, launch_count, load_cluster
 
 MEASURED = Path(__file__).parent / "measured"

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 
 import piper
 from piper import Mesh, Strategy, models, recipes
-from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Instr, Part
+from piper_ir.plan.plan import COMPUTE, Instr, Part
+from piper_ir.program.ops import Compute
 from piper_simulator import Cluster, DeviceModel, load_cluster
 
 DEGREES = (1, 2, 4, 8)

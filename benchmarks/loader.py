@@ -18,7 +18,7 @@ import piper
 from benchmarks import noop
 from benchmarks.measure import Goal, Row, median_interval
 from benchmarks.step_model import LARGE, SMALL, Regime, job
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_runtime.launch import Pool, execute
 from piper_runtime.rank import ShippedCode
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import piper
 from piper_compiler import Options, Training, compile_program
-from piper_ir.plan import Plan
-from piper_ir.program import BatchTensor, Chunk, Input, Output, Param, Program, Signature, Step
-from piper_ir.sizes import Affine, TensorSpec
+from piper_ir.ground.sizes import Affine, TensorSpec
+from piper_ir.plan.plan import Plan
+from piper_ir.program.program import BatchTensor, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_runtime.rank import ShippedCode
 
 DTYPE = "float32"

@@ -2,7 +2,7 @@
 
 python benchmarks/plan_keys.py                      one line per case: family, case, key
 python benchmarks/plan_keys.py random overlaps      some families
-python benchmarks/plan_keys.py --json               one hash per family, as tests/plan_keys.json keeps them
+python benchmarks/plan_keys.py --json               one hash per family, as tests/house/plan_keys.json keeps them
 python benchmarks/plan_keys.py --check              compare with that file; exit code 1 for a family that differs
 python benchmarks/plan_keys.py --text               keys of text and peaks alone, for trees that write other JSON
 
@@ -30,19 +30,19 @@ from packages.compiler.tests.compile_cases import RandomProgram, frozen_first, l
 from piper.cli.loading import load_file
 from piper_compiler import Options, Strategy, Training, compile_program, order, overlap, place, recipes, split_backward, synthetic
 from piper_compiler.recipes import RECIPES
-from piper_ir.errors import PiperError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import DeviceType, Plan
-from piper_ir.program import Program
-from piper_ir.select import where
-from piper_ir.text import format_plan
+from piper_ir.ground.errors import PiperError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.plan.plan import DeviceType, Plan
+from piper_ir.plan.text import format_plan
+from piper_ir.program.program import Program
 
 Case = tuple[str, Callable[[], Plan]]
 """A name, and what makes the plan."""
 
 SIZES = {"small": (2, 8), "middle": (4, 12), "large": (6, 24)}
 """Devices and microbatches: all recipes accept them."""
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "plan_keys.json"
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "house" / "plan_keys.json"
 DEVICES: tuple[DeviceType, ...] = ("", "cpu", "cuda")
 RANDOM = range(120)
 COMPOSED = range(80)
@@ -50,7 +50,7 @@ COMPOSED_MODELS = (
     *("branches", "buffers", "counter", "custom_op", "frozen", "gpt", "gpt_dropout"),
     *("gpt_untied", "in_place", "keywords", "llama", "opaque", "skip", "slices"),
 )
-"""Models of `tests/models.py`, written out: a model that is added there draws no other cases here."""
+"""Models of `tests/helpers/models.py`, written out: a model that is added there draws no other cases here."""
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -113,7 +113,7 @@ def overlap_cases() -> Iterator[Case]:
 
 
 def _composed(drawn: Any) -> Plan:
-    from tests import compositions
+    from tests.helpers import compositions
 
     return compositions.compiled(compositions.fitted(drawn)).plan
 
@@ -123,7 +123,7 @@ def composed_cases() -> Iterator[Case]:
 
     They have tied weights, buffers, masked losses, mixed splits of backwards, and overlaps.
     """
-    from tests import compositions
+    from tests.helpers import compositions
 
     for seed in COMPOSED:
         rng = Random(seed)

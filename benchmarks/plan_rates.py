@@ -10,9 +10,9 @@ from typing import Any
 
 import piper
 from benchmarks.measure import Goal, Row, rate_row, repeated
-from piper_ir.plan import Plan
-from piper_ir.steady_state import period
-from piper_ir.timing import Prepared, prepare, sweep
+from piper_ir.fold.steady_state import period
+from piper_ir.fold.timing import Prepared, prepare, sweep
+from piper_ir.plan.plan import Plan
 from piper_ir.verify import verify
 from piper_simulator import Work, load_cluster, message_flows, run_engine, wiring
 

@@ -18,7 +18,7 @@ from typing import Any
 import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import LARGE, Regime, job
-from piper.api.profiling import profile
+from piper.api.running.profiling import profile
 from piper_ir.tools import usable_cores
 from piper_runtime.launch import WARMUP_STEPS, Pool
 from piper_simulator import Simulation, cpu_local, simulate

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 import piper
 from piper import models
 from piper_compiler import Strategy, recipes
-from piper_ir import memory
-from piper_ir.mesh import Mesh
-from piper_ir.program import Chunk
-from piper_ir.select import where
-from piper_ir.sizes import bind
+from piper_ir.fold import memory
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.ground.sizes import bind
+from piper_ir.program.program import Chunk
 
 MODELS = ("gpt3-175b", "llama3-8b", "qwen3-moe-1b")
 POLICIES = ("attention", "products", "inputs")

@@ -22,7 +22,7 @@ from typing import Any
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper_ir.errors import ExecutionError, PiperWarning
+from piper_ir.ground.errors import ExecutionError, PiperWarning
 from piper_runtime.launch import Restart, StepRecord, open_pool
 
 KILLED_S = (0.3, 1.3)

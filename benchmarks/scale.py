@@ -19,9 +19,9 @@ from benchmarks.compile_rates import GROWTH_GOAL, layered
 from benchmarks.measure import Goal, Row
 from benchmarks.scale_cell import PHASES
 from piper import models
-from piper.api.capturing import captured_job
+from piper.api.captures.capturing import captured_job
 from piper_compiler import Strategy, compile_program, recipes
-from piper_ir.mesh import Mesh
+from piper_ir.ground.mesh import Mesh
 from piper_ir.verify import verify
 
 SECONDS_GOAL, MEMORY_GOAL = Goal("below", 20.0), Goal("below", 2.0)

@@ -64,7 +64,7 @@ def measure(
 
     piper, _ = clock.time("import", imported)
     from piper import models
-    from piper.api.capturing import captured_job
+    from piper.api.captures.capturing import captured_job
     from piper_ir.verify import verify
 
     job = models.job(model, global_batch=microbatches * dp)

@@ -14,12 +14,12 @@ from statistics import median
 
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import SMALL, job
-from piper.api.capturing import captured_job
-from piper_autotune.scoring import seconds_of
+from piper.api.captures.capturing import captured_job
+from piper_autotune.scoring.scoring import seconds_of
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.mesh import Mesh
-from piper_ir.program import Program
-from piper_ir.steady_state import step_and_period
+from piper_ir.fold.steady_state import step_and_period
+from piper_ir.ground.mesh import Mesh
+from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection
 from piper_simulator import Cluster, DeviceModel, load_cluster
 

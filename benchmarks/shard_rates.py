@@ -17,10 +17,10 @@ from typing import Any
 import piper
 from benchmarks.measure import Goal, Row
 from piper import models
-from piper.api.capturing import captured_job
-from piper.api.compiling import Compiled
+from piper.api.captures.capturing import captured_job
+from piper.api.compiling.compiling import Compiled
 from piper_compiler.capture import with_shardings
-from piper_ir.layout import Sharding
+from piper_ir.program.layout import Sharding
 
 NAMES = ("gpt3-175b", "llama3-8b", "llama3-405b")
 SHARE_GOAL, VARIANTS_GOAL, COMPILE_GOAL = Goal("below", 3.0), Goal("below", 12.0), Goal("below", 1.1)

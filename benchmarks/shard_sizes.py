@@ -18,8 +18,8 @@ from typing import Any
 
 from piper import models
 from piper_compiler.capture import Captured, capture, with_shardings
-from piper_ir.layout import Sharding
-from piper_ir.program import Chunk
+from piper_ir.program.layout import Sharding
+from piper_ir.program.program import Chunk
 
 DEGREE = 8
 NAMES = ("gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")

@@ -12,7 +12,7 @@ from typing import TypeVar
 import piper
 from benchmarks.measure import Goal, Row
 from piper import models
-from piper.api.capturing import captured_job
+from piper.api.captures.capturing import captured_job
 from piper_ir.verify import verify
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from typing import Any
 
 import piper
 from piper import models
-from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.space.problem import Programs, TuningProblem
 from piper_compiler import Strategy, recipes
-from piper_ir.mesh import Mesh
+from piper_ir.ground.mesh import Mesh
 from piper_simulator import load_cluster
 
 DEVICES = 8
@@ -47,7 +47,7 @@ def job(config: models.LlamaConfig = MODEL) -> piper.Job:
 @lru_cache(maxsize=2)
 def problem(config: models.LlamaConfig = MODEL) -> tuple[TuningProblem, Programs, dict[str, Any]]:
     """Return the captured model as the tuner sees it."""
-    from piper.api.tuning import problem_of
+    from piper.api.running.tuning import problem_of
 
     made, more = problem_of(job(config), load_cluster(CLUSTER), None, MEMORY_LIMIT, None)
     return made, Programs(made, more["at_rows"], more["under"]), more

@@ -17,7 +17,7 @@ from benchmarks.step_kinds import SHARDED
 from benchmarks.step_model import LARGE, SMALL, Regime, job
 from benchmarks.step_sides import Setup
 from benchmarks.step_time import run, shipped_code
-from piper_ir.plan_bytes import flat_bytes
+from piper_ir.plan.plan_bytes import flat_bytes
 
 PAIRS, QUICK_PAIRS = 30, 4
 TIME_GOAL, PEAK_GOAL = Goal("above", 0.98), Goal("below", 0.7)

@@ -21,8 +21,8 @@ from benchmarks.step_kinds import PIPELINES, SHARDED, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
 from benchmarks.tensor_model import TENSOR, tensor_job
 from benchmarks.tensor_side import TorchTensor
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
 from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine
 from piper_runtime.launch import rank_job
 from piper_runtime.rank import Rank, ShippedCode, materialize
@@ -130,7 +130,7 @@ class TorchData:
 
 
 class Ours:
-    """Run a plan on one rank, bound as `piper_runtime.launch.worker` binds it."""
+    """Run a plan on one rank, bound as `piper_runtime.launch.worker.worker` binds it."""
 
     def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
         self.losses: list[float] = []

@@ -23,7 +23,7 @@ from benchmarks.step_model import LARGE, SMALL, Regime, job
 from benchmarks.step_profile import Profile
 from benchmarks.step_sides import Setup
 from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
-from piper.api.compiling import Compiled
+from piper.api.compiling.compiling import Compiled
 from piper_runtime.rank import ShippedCode
 
 PAIRS, QUICK_PAIRS = 40, 6

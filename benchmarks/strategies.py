@@ -13,7 +13,7 @@ from statistics import median
 import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import GPT, SMALL, job
-from piper.api import capturing
+from piper.api.captures import capturing
 from piper_compiler.capture import Traced
 from piper_runtime import Job
 

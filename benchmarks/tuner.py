@@ -19,11 +19,11 @@ from optuna.trial import FixedTrial
 from benchmarks import tuner_space as space
 from benchmarks.measure import Goal, Row
 from piper_autotune import Study, TuningProblem, tune
-from piper_autotune.evaluators import Evaluator, Outcome, Processes
-from piper_autotune.problem import Programs
-from piper_autotune.rules import RULES, PruningRules
-from piper_autotune.scoring import Refused, Scored
-from piper_autotune.space import space_key
+from piper_autotune.scoring.evaluators import Evaluator, Outcome, Processes
+from piper_autotune.scoring.scoring import Refused, Scored
+from piper_autotune.space.problem import Programs
+from piper_autotune.space.rules import RULES, PruningRules
+from piper_autotune.space.space import space_key
 from piper_compiler import Strategy, compile_program
 
 CORES = 2

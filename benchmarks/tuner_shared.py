@@ -26,10 +26,10 @@ from benchmarks import shared_space as space
 from benchmarks.measure import Row
 from benchmarks.tuner import CORES, MEDIAN_GOAL, NONE_GOAL, SEEDS, TRIALS, Table, evaluate_all, regret_of, scored_count
 from piper_autotune import Study, tune
-from piper_autotune.evaluators import Here, Outcome, Processes
-from piper_autotune.problem import Programs, TuningProblem
-from piper_autotune.rules import PruningRules
-from piper_autotune.scoring import Scored
+from piper_autotune.scoring.evaluators import Here, Outcome, Processes
+from piper_autotune.scoring.scoring import Scored
+from piper_autotune.space.problem import Programs, TuningProblem
+from piper_autotune.space.rules import PruningRules
 from piper_compiler import Strategy
 
 SCORES = Path(__file__).parent / "measured" / "tuner-shared-space.csv.gz"

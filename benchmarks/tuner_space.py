@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.space.problem import Programs, TuningProblem
 from piper_compiler import Strategy, recipes
-from piper_ir.mesh import Mesh
+from piper_ir.ground.mesh import Mesh
 from piper_simulator import load_cluster
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {
@@ -104,7 +104,7 @@ def job(s: Sizes) -> piper.Job:
 @lru_cache(maxsize=2)
 def problem(s: Sizes = SIZES) -> tuple[TuningProblem, Programs, dict[str, Any]]:
     """Return the captured GPT as the tuner sees it."""
-    from piper.api.tuning import problem_of
+    from piper.api.running.tuning import problem_of
 
     made, more = problem_of(job(s), load_cluster(CLUSTER), None, MEMORY_LIMIT, None)
     return made, Programs(made, more["at_rows"]), more

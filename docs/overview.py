@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 from PIL import Image  # matplotlib needs it
 
 import piper
-from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Instr
-from piper_ir.trace import Span
+from piper_ir.ground.trace import Span
+from piper_ir.plan.plan import COMPUTE, Instr
+from piper_ir.program.ops import Compute
 
 PP, MICROBATCHES, TOKENS = 4, 12, 4096
 CLUSTER = "h100x4"

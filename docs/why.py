@@ -9,7 +9,7 @@ from pathlib import Path
 
 from piper.views.why_tables import comparison_tables, why_tables
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.mesh import Mesh
+from piper_ir.ground.mesh import Mesh
 from piper_report import Table
 from piper_simulator import Why, compare, why
 

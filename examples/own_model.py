@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper_ir.ops import Collective, Compute, Recv, Send
-from piper_ir.plan import Instr, Plan, RolePlan
-from piper_ir.plan_bytes import PlanBytes
+from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.program.ops import Collective, Compute, Recv, Send
 
 FLOPS_PER_S, BYTES_PER_S = 1e12, 25e9
 

@@ -1,1 +1,1 @@
-"""What crosses packages: tests, and the helpers that package tests may import as tests.<module>."""
+"""Tests of what crosses packages, by subject; `tests.helpers` has the models, jobs and plans that tests share."""

@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.measure import machine
 from benchmarks.paper.page import ROOT, markdown, printed, write_section
 from benchmarks.paper.stage import MIB, OPTIONS, Option, Ran, Setting, pair, step
-from piper_ir.errors import ClusterError, PiperError
+from piper_ir.ground.errors import ClusterError, PiperError
 from piper_simulator import load_cluster
 
 if TYPE_CHECKING:

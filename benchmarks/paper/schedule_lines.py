@@ -11,8 +11,8 @@ from typing import Any
 import piper
 from piper import models
 from piper_compiler import Directive, Options, Strategy, place
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
 from piper_simulator import Cluster, Device, GivenLoad, Simulation, Why, kernel_seconds, load_cluster, step_seconds, why
 
 POINTS, STEP = 5.0, 10.0

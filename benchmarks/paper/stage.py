@@ -22,9 +22,9 @@ from statistics import mean
 from typing import Literal, get_args
 
 from piper import models
-from piper_ir.plan import COMPUTE, Channel
-from piper_ir.program import Cost, Kernel
-from piper_ir.timing import IssueOrder, Times, prepare_orders
+from piper_ir.fold.timing import IssueOrder, Times, prepare_orders
+from piper_ir.plan.plan import COMPUTE, Channel
+from piper_ir.program.program import Cost, Kernel
 from piper_simulator import Cluster, Message, by_formula, demands, rank_group, run_engine, step_seconds, wiring
 
 DTYPE, ITEM = "bfloat16", 2

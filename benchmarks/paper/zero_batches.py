@@ -11,7 +11,7 @@ from typing import Any
 import piper
 from piper import models
 from piper_compiler import Options
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_simulator import Cluster, Simulation, load_cluster
 
 POLICIES = ("all", "products", "inputs")

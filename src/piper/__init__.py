@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for editors and type checkers, which do not run `__getattr__`
     from piper import models as models
-    from piper.api.advice import Advice as Advice
-    from piper.api.advice import advice as advice
-    from piper.api.compiling import Compiled as Compiled
-    from piper.api.compiling import compile as compile
-    from piper.api.costs_file import load_costs as load_costs
-    from piper.api.costs_file import save_costs as save_costs
-    from piper.api.execution import execute as execute
-    from piper.api.profiling import profile as profile
-    from piper.api.tuning import tune as tune
+    from piper.api.compiling.compiling import Compiled as Compiled
+    from piper.api.compiling.compiling import compile as compile
+    from piper.api.ground.costs_file import load_costs as load_costs
+    from piper.api.ground.costs_file import save_costs as save_costs
+    from piper.api.problems.advice import Advice as Advice
+    from piper.api.problems.advice import advice as advice
+    from piper.api.running.execution import execute as execute
+    from piper.api.running.profiling import profile as profile
+    from piper.api.running.tuning import tune as tune
     from piper_autotune import Study as Study
     from piper_compiler import Strategy as Strategy
     from piper_compiler import directive as directive
@@ -44,15 +44,15 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler.capture import region as region
     from piper_compiler.capture import replacement as replacement
     from piper_compiler.capture import tag as tag
-    from piper_ir.costs import Costs as Costs
-    from piper_ir.costs import Duration as Duration
-    from piper_ir.errors import DirectiveError as DirectiveError
-    from piper_ir.errors import PiperError as PiperError
-    from piper_ir.mesh import Mesh as Mesh
-    from piper_ir.select import ANY as ANY
-    from piper_ir.select import NONE as NONE
-    from piper_ir.select import Where as Where
-    from piper_ir.select import where as where
+    from piper_ir.ground.errors import DirectiveError as DirectiveError
+    from piper_ir.ground.errors import PiperError as PiperError
+    from piper_ir.ground.mesh import Mesh as Mesh
+    from piper_ir.ground.select import ANY as ANY
+    from piper_ir.ground.select import NONE as NONE
+    from piper_ir.ground.select import Where as Where
+    from piper_ir.ground.select import where as where
+    from piper_ir.program.costs import Costs as Costs
+    from piper_ir.program.costs import Duration as Duration
     from piper_ir.verify import verify as verify
     from piper_ops import op_cost as op_cost
     from piper_ops import shared as shared
@@ -98,12 +98,12 @@ _HOME = {
     "op_cost": "piper_ops",
     "shared": "piper_ops",
     # the language
-    "Mesh": "piper_ir.mesh",
+    "Mesh": "piper_ir.ground.mesh",
     "Strategy": "piper_compiler",
-    "where": "piper_ir.select",
-    "Where": "piper_ir.select",
-    "ANY": "piper_ir.select",
-    "NONE": "piper_ir.select",
+    "where": "piper_ir.ground.select",
+    "Where": "piper_ir.ground.select",
+    "ANY": "piper_ir.ground.select",
+    "NONE": "piper_ir.ground.select",
     "partition": "piper_compiler",
     "split": "piper_compiler",
     "split_backward": "piper_compiler",
@@ -124,13 +124,13 @@ _HOME = {
     "write_schedule_csv": "piper_compiler",
     # what one does with it
     "synthetic": "piper_compiler",
-    "compile": "piper.api.compiling",
-    "Compiled": "piper.api.compiling",
-    "execute": "piper.api.execution",
-    "profile": "piper.api.profiling",
-    "tune": "piper.api.tuning",
-    "advice": "piper.api.advice",
-    "Advice": "piper.api.advice",
+    "compile": "piper.api.compiling.compiling",
+    "Compiled": "piper.api.compiling.compiling",
+    "execute": "piper.api.running.execution",
+    "profile": "piper.api.running.profiling",
+    "tune": "piper.api.running.tuning",
+    "advice": "piper.api.problems.advice",
+    "Advice": "piper.api.problems.advice",
     "Study": "piper_autotune",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",
@@ -146,14 +146,14 @@ _HOME = {
     "CostModel": "piper_simulator",
     "Work": "piper_simulator",
     "Zipf": "piper_simulator",
-    "Costs": "piper_ir.costs",
-    "Duration": "piper_ir.costs",
-    "load_costs": "piper.api.costs_file",
-    "save_costs": "piper.api.costs_file",
+    "Costs": "piper_ir.program.costs",
+    "Duration": "piper_ir.program.costs",
+    "load_costs": "piper.api.ground.costs_file",
+    "save_costs": "piper.api.ground.costs_file",
     "Run": "piper_runtime",
     "verify": "piper_ir.verify",
-    "PiperError": "piper_ir.errors",
-    "DirectiveError": "piper_ir.errors",
+    "PiperError": "piper_ir.ground.errors",
+    "DirectiveError": "piper_ir.ground.errors",
 }
 
 _MODULES = ("models",)

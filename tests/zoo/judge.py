@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import piper
-from piper.api import capturing
-from piper.api.capturing import CaptureKey, captured_job
-from piper.api.reference import reference
-from piper.api.reference_differences import FLOOR, RunOutcome, typical_norm
-from piper.api.tolerance import STRICT
+from piper.api.captures import capturing
+from piper.api.captures.capturing import CaptureKey, captured_job
+from piper.api.reference.reference import reference
+from piper.api.reference.reference_differences import FLOOR, RunOutcome, typical_norm
+from piper.api.reference.tolerance import STRICT
 from piper_compiler.capture import narrowest
-from piper_ir.errors import PiperError
+from piper_ir.ground.errors import PiperError
 from tests.zoo.entries import Entry, batch_of, distance, features, first_tensor
 
 MICROBATCHES, ROWS, STEPS = 2, 3, 2

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from piper_autotune import ScoredHere, Wanted, tune
-from piper_autotune.one_word import OneWord, alternatives
-from piper_autotune.problem import TuningProblem
-from piper_autotune.scoring import Scored, score
+from piper_autotune.scoring.one_word import OneWord, alternatives
+from piper_autotune.scoring.scoring import Scored, score
+from piper_autotune.space.problem import TuningProblem
 from piper_compiler import Strategy, partition, recipes, synthetic
-from piper_ir.mesh import Mesh
-from piper_ir.study import Row
-from piper_ir.study_groups import folded, folded_text, indifferent, indifferent_text
+from piper_ir.ground.mesh import Mesh
+from piper_ir.study.study import Row
+from piper_ir.study.study_groups import folded, folded_text, indifferent, indifferent_text
 
 
 def heavy_end(at: Any = "even") -> Strategy:

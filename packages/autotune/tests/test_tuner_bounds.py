@@ -13,13 +13,13 @@ import pytest
 
 from packages.autotune.tests.test_tuner_rules import filled, states, untimed
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune.problem import Programs, TuningProblem, Wanted
-from piper_autotune.rules import PruningRules
-from piper_autotune.scoring import Scored, score
-from piper_autotune.sketch import Sketches
-from piper_autotune.whole_buckets import WholeBuckets
+from piper_autotune.scoring.scoring import Scored, score
+from piper_autotune.space.problem import Programs, TuningProblem, Wanted
+from piper_autotune.space.rules import PruningRules
+from piper_autotune.space.sketch import Sketches
+from piper_autotune.space.whole_buckets import WholeBuckets
 from piper_compiler import Strategy, Training, directives, recipes
-from piper_ir.mesh import Mesh
+from piper_ir.ground.mesh import Mesh
 from piper_simulator import load_cluster
 
 CASES = 120

@@ -8,10 +8,10 @@ import pytest
 
 from packages.autotune.tests.tuner_spaces import problem, strategy
 from piper_autotune import NothingFoundError, Study, tune
-from piper_autotune.search import PRUNED, UNUSABLE
+from piper_autotune.searching.search import PRUNED, UNUSABLE
 from piper_compiler import Strategy, recipes
-from piper_ir.errors import DirectiveError
-from piper_ir.mesh import Mesh
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.mesh import Mesh
 
 LIMIT = 700
 """The bytes of a device: four plans of `sparse` fit, in 16 of its 4,096 points."""

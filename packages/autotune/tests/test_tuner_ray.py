@@ -13,12 +13,12 @@ from optuna.trial import FixedTrial
 from packages.autotune.tests.test_tuner_workers import faulty
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
 from piper_autotune import tune
-from piper_autotune.evaluators import Here
-from piper_autotune.on_ray import OnRay, task
-from piper_autotune.problem import Programs
-from piper_autotune.scoring import Refused
-from piper_ir.errors import TuneError
-from piper_runtime.launch.ray_cluster import connect
+from piper_autotune.scoring.evaluators import Here
+from piper_autotune.scoring.on_ray import OnRay, task
+from piper_autotune.scoring.scoring import Refused
+from piper_autotune.space.problem import Programs
+from piper_ir.ground.errors import TuneError
+from piper_runtime.launch.ray.ray_cluster import connect
 
 
 def test_a_process_without_ray_is_told_so() -> None:

@@ -14,17 +14,17 @@ from optuna.trial import FixedTrial
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, program, strategy
 from packages.compiler.tests.compile_cases import random_case
 from piper_autotune import NothingFoundError, tune
-from piper_autotune.problem import Programs, TuningProblem, Wanted
-from piper_autotune.rules import RULES, PruningRules
-from piper_autotune.scoring import Scored, score
-from piper_autotune.sketch import Sketch, Sketches, in_flight
+from piper_autotune.scoring.scoring import Scored, score
+from piper_autotune.space.problem import Programs, TuningProblem, Wanted
+from piper_autotune.space.rules import RULES, PruningRules
+from piper_autotune.space.sketch import Sketch, Sketches, in_flight
 from piper_compiler import Strategy, Training, directive, directives, order, overlap, partition, place, recipes, split, synthetic
 from piper_compiler.directives import site_field
-from piper_ir.costs import AllocatorCosts, Costs, HostCosts
-from piper_ir.graph import Graph
-from piper_ir.mesh import Mesh
-from piper_ir.program import Cost, Kernel, Program, Signature
-from piper_ir.select import where
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.program.costs import AllocatorCosts, Costs, HostCosts
+from piper_ir.program.program import Cost, Kernel, Program, Signature
 from piper_ir.tools import enough_text
 from piper_simulator import Cluster, cpu_local, load_cluster
 

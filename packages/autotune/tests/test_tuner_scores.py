@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune import TuningProblem, Wanted, scoring
-from piper_autotune.scoring import Refused, Scored, score
+from piper_autotune import TuningProblem, Wanted
+from piper_autotune.scoring import scoring
+from piper_autotune.scoring.scoring import Refused, Scored, score
 from piper_compiler import CompileRequest, Lowered, Strategy, Training, compiled, recipes, synthetic
-from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
-from piper_ir.errors import PlanError
-from piper_ir.memory import with_peaks
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
-from piper_ir.timing import prepare
+from piper_ir.fold.memory import with_peaks
+from piper_ir.fold.timing import prepare
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import AllocatorCosts, Costs, Duration, PartDuration
 from piper_simulator import Cluster, load_cluster
 
 SLOW = replace(load_cluster("h100x1*8"), slow_ranks={0: 3.0})

@@ -14,14 +14,15 @@ import optuna
 import pytest
 
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, strategy
-from piper_autotune import Confirmation, NothingFoundError, SearchError, SearchProgress, Study, storage, tune
-from piper_autotune.evaluators import Here
-from piper_autotune.problem import Programs, TuningProblem
-from piper_autotune.rules import RULES
-from piper_autotune.search import LEADERS
+from piper_autotune import Confirmation, NothingFoundError, SearchError, SearchProgress, Study, tune
+from piper_autotune.scoring.evaluators import Here
+from piper_autotune.searching import storage
+from piper_autotune.searching.search import LEADERS
+from piper_autotune.space.problem import Programs, TuningProblem
+from piper_autotune.space.rules import RULES
 from piper_compiler import Strategy, recipes
-from piper_ir.errors import DirectiveError, TuneError
-from piper_ir.mesh import Mesh
+from piper_ir.ground.errors import DirectiveError, TuneError
+from piper_ir.ground.mesh import Mesh
 
 LIMIT = 2400
 """Bytes. Some points fit, the fastest does not."""

@@ -11,10 +11,10 @@ from packages.autotune.tests.tuner_spaces import problem
 from piper_autotune import tune
 from piper_compiler import Directive, Strategy, directives, load_strategy, recipes, save_strategy
 from piper_compiler.directives import replicate, simplest
-from piper_ir.errors import DirectiveError
-from piper_ir.graph import Graph
-from piper_ir.mesh import Mesh
-from piper_ir.select import where
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
 
 SHARED = dict(params=("dp",), grads=("dp",), optim=("dp",))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir import timing
-from piper_ir.mesh import Mesh
-from piper_ir.steady_state import step_and_period
-from piper_ir.timing import Prepared, after_updates, prepare, sweep
+from piper_ir.fold import timing
+from piper_ir.fold.steady_state import step_and_period
+from piper_ir.fold.timing import Prepared, after_updates, prepare, sweep
+from piper_ir.ground.mesh import Mesh
 from piper_simulator import run_engine
 
 GATHER, UPDATE = 7.0, 5.0

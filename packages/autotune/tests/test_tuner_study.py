@@ -10,9 +10,9 @@ import pytest
 from packages.autotune.tests.tuner_spaces import problem, strategy
 from piper_autotune import Study, tune
 from piper_compiler import load_strategy
-from piper_ir.codec import loads
-from piper_ir.errors import FormatError, OutputError
-from piper_ir.study import Row, StudyDocument
+from piper_ir.ground.codec import loads
+from piper_ir.ground.errors import FormatError, OutputError
+from piper_ir.study.study import Row, StudyDocument
 
 
 @pytest.fixture(scope="module")

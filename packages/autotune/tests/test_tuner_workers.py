@@ -16,16 +16,18 @@ import pytest
 from optuna.trial import FixedTrial
 
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
-from piper_autotune import SearchProgress, evaluators, tune, tuner
-from piper_autotune.evaluators import Here, Processes
-from piper_autotune.problem import Programs, TuningProblem, packed, packed_strategy
-from piper_autotune.scoring import Refused, Scored
+from piper_autotune import SearchProgress, tune
+from piper_autotune.scoring import evaluators
+from piper_autotune.scoring.evaluators import Here, Processes
+from piper_autotune.scoring.scoring import Refused, Scored
+from piper_autotune.searching import tuner
+from piper_autotune.space.problem import Programs, TuningProblem, packed, packed_strategy
 from piper_compiler import Strategy, directive, place, recipes, site_field, synthetic
-from piper_ir.errors import CaptureError, TuneError
-from piper_ir.graph import Graph
-from piper_ir.mesh import Mesh
-from piper_ir.program import Program
-from piper_ir.select import where
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.errors import CaptureError, TuneError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.program.program import Program
 
 TIMEOUT_S = 5.0
 

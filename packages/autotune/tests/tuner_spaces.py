@@ -10,10 +10,10 @@ from typing import Any
 from optuna.trial import FixedTrial
 
 from piper_autotune import TuningProblem, Wanted
-from piper_autotune.scoring import Scored, score
+from piper_autotune.scoring.scoring import Scored, score
 from piper_compiler import Strategy, recipes, synthetic
-from piper_ir.mesh import Mesh
-from piper_ir.program import Program
+from piper_ir.ground.mesh import Mesh
+from piper_ir.program.program import Program
 
 PP, SCHEDULES, MOST = (1, 2, 4), ("gpipe", "1f1b"), 5
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from piper_compiler.durations import InstructionSeconds
-from piper_ir.costs import Costs
-from piper_ir.ops import Collective, Recv, Send
-from piper_ir.plan import Instr, Plan
-from piper_ir.plan_bytes import PlanBytes
-from piper_ir.timing import prepare, sweep
+from piper_ir.fold.timing import prepare, sweep
+from piper_ir.plan.plan import Instr, Plan
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.program.costs import Costs
+from piper_ir.program.ops import Collective, Recv, Send
 
 
 def canonical_durations(plan: Plan, costs: Costs | None = None) -> list[float]:
-    """Seconds per instruction in the order of `piper_ir.timing.prepare`."""
+    """Seconds per instruction in the order of `piper_ir.fold.timing.prepare`."""
     seconds = InstructionSeconds(plan.chunks, costs)
     return [_seconds(plan, instr, seconds) for _, _, instr in plan.instructions()]
 

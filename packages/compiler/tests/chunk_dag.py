@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from piper_compiler.capture import Captured, compile_step
-from piper_ir.program import Chunk, Program, Step
+from piper_ir.program.program import Chunk, Program, Step
 
 
 @dataclass

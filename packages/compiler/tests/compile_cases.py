@@ -11,10 +11,10 @@ from random import Random
 from types import ModuleType
 
 from piper_compiler import Directive, Strategy, Training, order, place, recipes, replicate, split, synthetic
-from piper_ir.mesh import Mesh
-from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Liveness, Output, Param, Program, Signature, Step
-from piper_ir.select import where
-from piper_ir.sizes import Affine, TensorSpec
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.ground.sizes import Affine, TensorSpec
+from piper_ir.program.program import BatchTensor, Buffer, Chunk, Cost, Input, Liveness, Output, Param, Program, Signature, Step
 
 SCALAR = TensorSpec((), "float32")
 SCHEDULES: dict[str, tuple[int, Callable[..., tuple[Directive, ...]]]] = {

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper_compiler.capture.codegen import compile_step
-from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
-from piper_ir.program import Step
+from piper_compiler.capture.steps.codegen import compile_step
+from piper_compiler.capture.steps.joint import JointInput, TracedChunk, trace_chunk
+from piper_ir.program.program import Step
 from piper_ops import replace_portable
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from piper_compiler.capture.joint import JointInput, trace_joint
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, indexed
-from piper_compiler.capture.stepgraph import Joint
-from tests.models import captured
+from piper_compiler.capture.steps.joint import JointInput, trace_joint
+from tests.helpers.models import captured
 
 ROWS, T, HEADS, KV, E, WIDTH, HIDDEN = 3, 5, 4, 2, 6, 10, 14
 
@@ -49,7 +49,7 @@ def analysed(joint: Joint, names: Iterable[str]) -> Graph:
 
 @cache
 def chunk_of(model: str, chunk: str, rows: int = 3) -> Graph:
-    """Return the graph of a chunk of a model of `tests.models`; inputs are named without "layers.0." and ".weight"."""
+    """Return the graph of a chunk of a model of `tests.helpers.models`; inputs are named without "layers.0." and ".weight"."""
     store = captured(model)
     found = next(c for c in store.program.chunks if c.id == chunk)
     joint = store.code._recipes[found.code].joint(rows)

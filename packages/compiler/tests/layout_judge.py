@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from piper_compiler.capture._torch import OpOverload
 from piper_compiler.capture.layouts.indexes import LoopIndex, OpIndexes, of_call
 from piper_compiler.capture.layouts.loops import OpCall, place_of
+from piper_compiler.capture.torch_api._torch import OpOverload
 
 TOLERANCE = 1e-12
 Dims = Sequence[tuple[LoopIndex, ...]]

@@ -15,19 +15,19 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from packages.compiler.tests.joint_harness import Case, capture
-from piper_compiler.capture.coordinate import Coordinate
-from piper_compiler.capture.exchanges import KINDS
-from piper_compiler.capture.joint import trace_joint
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts import Agreed, Sharded, ordered, split_degrees
 from piper_compiler.capture.layouts.choice import SharedChunk, share
 from piper_compiler.capture.layouts.decide import SUM
 from piper_compiler.capture.layouts.indexes import LoopIndex, key_of
 from piper_compiler.capture.layouts.local import Lying, sharded
 from piper_compiler.capture.layouts.loops import place_of
-from piper_compiler.capture.phases import backward_nodes
-from piper_compiler.capture.stepgraph import Joint
-from piper_ir.layout import Sharding
-from piper_ir.mesh import Mesh
+from piper_compiler.capture.steps.exchanges import KINDS
+from piper_compiler.capture.steps.joint import trace_joint
+from piper_compiler.capture.steps.phases import backward_nodes
+from piper_compiler.capture.values.coordinate import Coordinate
+from piper_ir.ground.mesh import Mesh
+from piper_ir.program.layout import Sharding
 
 Values = dict[fx.Node, Any]
 ONE = Mesh(tp=1)

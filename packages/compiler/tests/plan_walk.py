@@ -1,5 +1,8 @@
-"""An independent little executor for plans, which knows nothing of `piper_ir.memory`: one host per role issues in program order
-and computes, other streams communicate by rendezvous; buffers live in a table. It stops with an error at any misuse."""
+"""An independent little executor for plans, which knows nothing of `piper_ir.fold.memory`.
+
+One host per role issues in program order and computes, other streams communicate by rendezvous; buffers live in a
+table. It stops with an error at any misuse.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from piper_ir.ops import Collective, Compute, Recv, Send
-from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import Collective, Compute, Recv, Send
 
 
 @dataclass

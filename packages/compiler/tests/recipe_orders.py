@@ -9,7 +9,7 @@ from packages.compiler.tests.order_validator import Did
 from piper_compiler import Directive
 from piper_compiler.directives.order import Order
 from piper_compiler.directives.place import Place
-from piper_ir.select import Where
+from piper_ir.ground.select import Where
 
 
 def orders_of_directives(directives: Sequence[Directive]) -> list[list[tuple[Did, ...]]]:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from piper_compiler.capture import _torch, capture, tracing
-from piper_compiler.capture.cut import cut
-from piper_compiler.capture.dynamo import capture_forward
-from piper_compiler.capture.repeated import complete, flatten
-from piper_ir.program import Program
+from piper_compiler.capture import capture
+from piper_compiler.capture.chunks.cut import cut
+from piper_compiler.capture.torch_api import _torch
+from piper_compiler.capture.trace import tracing
+from piper_compiler.capture.trace.dynamo import capture_forward
+from piper_compiler.capture.trace.repeated import complete, flatten
+from piper_ir.program.program import Program
 
 T = TypeVar("T")
 

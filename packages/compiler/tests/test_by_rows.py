@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper_compiler.capture.by_rows import takes_any_rows
+from piper_compiler.capture.steps.by_rows import takes_any_rows
 from piper_ops import grouped_mm
 
 

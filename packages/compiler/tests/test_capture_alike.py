@@ -9,8 +9,8 @@ from torch._dynamo.variables import invoke_subgraph
 from packages.compiler.tests.alike_calls import CALLS_DIFFER, MODELS_CHANGE
 from packages.compiler.tests.alike_layers import LAYERS_DIFFER, layers
 from packages.compiler.tests.repeated_cases import LAYERS, Model, captured, pieces, plainly
-from piper_compiler.capture import repeated
-from piper_compiler.capture._torch_reuse import checked_reuse
+from piper_compiler.capture.torch_api._torch_reuse import checked_reuse
+from piper_compiler.capture.trace import repeated
 
 
 @pytest.fixture(autouse=True)

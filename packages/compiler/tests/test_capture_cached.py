@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from piper_compiler.capture import capture
-from piper_ir.errors import CaptureError
+from piper_ir.ground.errors import CaptureError
 
 Body = Callable[[Any, Tensor], Tensor]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper_compiler.capture import capture, region
-from piper_ir.errors import CaptureError, SelectorError
+from piper_ir.ground.errors import CaptureError, SelectorError
 
 REFUSED: dict[str, tuple[Callable[[nn.Linear, Tensor], Tensor], str]] = {}
 

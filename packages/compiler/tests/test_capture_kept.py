@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper_compiler.capture import capture, dynamo
-from piper_ir.errors import CaptureError
+from piper_compiler.capture import capture
+from piper_compiler.capture.trace import dynamo
+from piper_ir.ground.errors import CaptureError
 
 Body = Callable[[Any, Tensor], Tensor]
 REFUSED: dict[str, tuple[Body, str]] = {}

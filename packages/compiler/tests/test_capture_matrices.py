@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper_compiler.capture import _torch_joint, capture
-from piper_ir.errors import CaptureError
+from piper_compiler.capture import capture
+from piper_compiler.capture.torch_api import _torch_joint
+from piper_ir.ground.errors import CaptureError
 
 WIDTH = 4
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from packages.compiler.tests.chunk_dag import ChunkDag, Run
 from piper_compiler.capture import flatten_batch, named_tensors
-from tests.models import CASES, Case, captured, cast
+from tests.helpers.models import CASES, Case, captured, cast
 
 TOLERANCE = 1e-12
 

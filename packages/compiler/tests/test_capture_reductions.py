@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper_compiler.capture.simplify import REDUCED, simplify
+from piper_compiler.capture.graphs.simplify import REDUCED, simplify
 
 REDUCTIONS = {"mean": 1, "sum": 2}
 

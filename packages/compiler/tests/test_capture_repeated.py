@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Work, captured, plainly, program
-from piper_compiler.capture import region, repeated, tag
-from piper_compiler.capture.repeated import as_regions, repeated_layers
+from piper_compiler.capture import region, tag
+from piper_compiler.capture.trace import repeated
+from piper_compiler.capture.trace.repeated import as_regions, repeated_layers
 
 
 @pytest.fixture(autouse=True)

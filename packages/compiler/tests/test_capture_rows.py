@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_compiler.capture import capture, other_rows
-from piper_compiler.capture.steady import Transcript
-from piper_ir.errors import CaptureError
+from piper_compiler.capture import capture
+from piper_compiler.capture.chunks import other_rows
+from piper_compiler.capture.chunks.steady import Transcript
+from piper_ir.ground.errors import CaptureError
 
 MOST = 128
 Step = Callable[[nn.Linear, Tensor], Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from piper_compiler.capture import capture
-from piper_ir.errors import CaptureError
+from piper_ir.ground.errors import CaptureError
 
 REFUSED: dict[str, tuple[Callable[[Net], None], str]] = {}
 ACCEPTED: dict[str, Callable[[Net], None]] = {}

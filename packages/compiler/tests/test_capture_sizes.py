@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from packages.compiler.tests.chunk_dag import ChunkDag
-from piper_compiler.capture import capture, compile_step, flatten_batch, named_tensors, tracing
-from piper_ir.errors import CaptureError
-from piper_ir.program import Chunk, Cost, Kernel, Program
-from piper_ir.sizes import Affine, bind
-from tests.models import CASES, VOCAB, D, T, TinyGPT, captured, cast, cross_entropy, token_batch
+from piper_compiler.capture import capture, compile_step, flatten_batch, named_tensors
+from piper_compiler.capture.trace import tracing
+from piper_ir.ground.errors import CaptureError
+from piper_ir.ground.sizes import Affine, bind
+from piper_ir.program.program import Chunk, Cost, Kernel, Program
+from tests.helpers.models import CASES, VOCAB, D, T, TinyGPT, captured, cast, cross_entropy, token_batch
 
 WIDTH, LENGTH, HEADS, ROWS = 32, 64, 2, 3
 

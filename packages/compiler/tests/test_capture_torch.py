@@ -10,7 +10,8 @@ from torch import nn
 from torch._dynamo import funcname_cache
 
 from packages.compiler.tests.repeated_cases import Layer, Model, batch, loss
-from piper_compiler.capture import _torch, capture
+from piper_compiler.capture import capture
+from piper_compiler.capture.torch_api import _torch
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

@@ -19,8 +19,10 @@ from torch._dynamo.variables import invoke_subgraph
 from packages.compiler.tests.alike_layers import layers
 from packages.compiler.tests.alike_shared import SHARED
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work, captured, pieces, plainly
-from piper_compiler.capture import _torch, repeated, tag
-from piper_ir.errors import CaptureError
+from piper_compiler.capture import tag
+from piper_compiler.capture.torch_api import _torch
+from piper_compiler.capture.trace import repeated
+from piper_ir.ground.errors import CaptureError
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from packages.compiler.tests.joint_cases import CASES, rand
 from packages.compiler.tests.joint_harness import Case, capture, check, trace
-from piper_compiler.capture.codegen import StepCode, _literal, compile_step
-from piper_compiler.capture.joint import trace_chunk
-from piper_ir.errors import CaptureError
+from piper_compiler.capture.steps.codegen import StepCode, _literal, compile_step
+from piper_compiler.capture.steps.joint import trace_chunk
+from piper_ir.ground.errors import CaptureError
 
 torch.set_num_threads(1)
 

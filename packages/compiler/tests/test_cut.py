@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from piper_compiler.capture import capture, region, tag
-from piper_compiler.capture.cut import cut
-from piper_compiler.capture.dynamo import capture_forward
-from piper_ir.program import Chunk, Program
-from tests.models import CASES, SkipMLP, TinyGPT, captured
+from piper_compiler.capture.chunks.cut import cut
+from piper_compiler.capture.trace.dynamo import capture_forward
+from piper_ir.program.program import Chunk, Program
+from tests.helpers.models import CASES, SkipMLP, TinyGPT, captured
 
 
 def program(model: object, case: str = "gpt") -> Program:

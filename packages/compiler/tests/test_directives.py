@@ -34,13 +34,13 @@ from piper_compiler import (
 from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
 from piper_compiler.recipes import RECIPES
-from piper_ir.errors import CompileError, DirectiveError, PiperError, SelectorError
-from piper_ir.graph import Graph
-from piper_ir.graph_text import format_graph
-from piper_ir.limits import MOST_NODES
-from piper_ir.mesh import Mesh
-from piper_ir.program import Program
-from piper_ir.select import ANY, NONE, Where, where
+from piper_ir.graph.graph import Graph
+from piper_ir.graph.graph_text import format_graph
+from piper_ir.ground.errors import CompileError, DirectiveError, PiperError, SelectorError
+from piper_ir.ground.limits import MOST_NODES
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import ANY, NONE, Where, where
+from piper_ir.program.program import Program
 
 MESH = Mesh(pp=2, dp=2)
 BOTH = (place(where(stage=0), on=dict(pp=0)), place(where(stage=1), on=dict(pp=1)))

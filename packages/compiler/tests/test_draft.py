@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import piper_compiler.compile as passes
 from packages.compiler.tests.compile_cases import random_case
 from piper_compiler import compile_program
-from piper_compiler.passes.arrays import index_in_run, int_array, run_starts
-from piper_compiler.passes.dependencies import targets
-from piper_compiler.passes.draft import Draft, WaitEdges
-from piper_compiler.passes.release import Releases, Uses, releases
-from piper_compiler.passes.templates import Drafted
-from piper_ir.plan import COMPUTE
-from piper_ir.timing import IssueOrder, Times
+from piper_compiler.passes.steps.arrays import index_in_run, int_array, run_starts
+from piper_compiler.passes.steps.dependencies import targets
+from piper_compiler.passes.steps.draft import Draft, WaitEdges
+from piper_compiler.passes.steps.release import Releases, Uses, releases
+from piper_compiler.passes.steps.templates import Drafted
+from piper_ir.fold.timing import IssueOrder, Times
+from piper_ir.plan.plan import COMPUTE
 
 Frees = tuple[dict[int, list[int]], dict[int, list[int]], set[tuple[int, int]]]
 """Part -> values that die after it, instruction -> values that die before it, (instruction, what it waits for)."""

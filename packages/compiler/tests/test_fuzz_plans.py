@@ -16,16 +16,16 @@ from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.compile_cases import Case, random_case
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import Options, Strategy, compile_program, order, split
-from piper_compiler.passes.arrays import int_array
-from piper_compiler.passes.draft import WaitEdges
-from piper_compiler.passes.release import Releases
-from piper_ir.errors import CompileError
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Part, Plan
-from piper_ir.select import where
-from piper_ir.text import format_plan, parse_plan
-from piper_ir.timing import prepare
+from piper_compiler.passes.steps.arrays import int_array
+from piper_compiler.passes.steps.draft import WaitEdges
+from piper_compiler.passes.steps.release import Releases
+from piper_ir.fold.timing import prepare
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.plan.plan import COMPUTE, Part, Plan
+from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.program.ops import Compute
 from piper_ir.verify import verify
 
 CASES = 240

@@ -18,9 +18,9 @@ from piper_compiler import (
 )
 from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
-from piper_ir.graph_text import format_graph
-from piper_ir.mesh import Mesh
-from piper_ir.select import where
+from piper_ir.graph.graph_text import format_graph
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
 
 Golden = tuple[int, tuple[Directive, ...], Directive, str, str]
 """Layers, directives before, the directive, the graph before and after."""

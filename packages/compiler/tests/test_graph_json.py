@@ -7,11 +7,11 @@ import pytest
 
 from piper_compiler import CompileRequest, Strategy, compile_program, recipes, synthetic
 from piper_compiler.compile import lowered as lowered_from
-from piper_ir.codec import dumps, loads
-from piper_ir.costs import Costs, Duration
-from piper_ir.errors import FormatError
-from piper_ir.graph import Graph
-from piper_ir.mesh import Mesh
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import FormatError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.program.costs import Costs, Duration
 
 
 def test_round_trip() -> None:

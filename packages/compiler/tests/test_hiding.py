@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_compiler.passes.hiding import GroupMessages, MemberPlace, hidden
-from piper_ir.graph import At, OverlapGroup
+from piper_compiler.passes.order.hiding import GroupMessages, MemberPlace, hidden
+from piper_ir.graph.graph import At, OverlapGroup
 
 
 def group(*sizes: int) -> OverlapGroup:

@@ -18,9 +18,9 @@ from packages.compiler.tests.random_orders import Rows, legal_orders, with_idle
 from piper_compiler import Schedule, Strategy, compile_program, read_schedule_csv, recipes, synthetic, write_schedule_csv
 from piper_compiler.actions import Action
 from piper_compiler.interchange import parse_schedule
-from piper_ir.errors import FormatError, OutputError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import FormatError, OutputError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
 
 IDLE = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=4)
 

@@ -9,7 +9,7 @@ import torch
 
 from packages.compiler.tests.joint_cases import CASES
 from packages.compiler.tests.joint_harness import check, compare, trace
-from piper_compiler.capture.codegen import StepCode
+from piper_compiler.capture.steps.codegen import StepCode
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._decomp import decompositions_for_rng
 
-from piper_compiler.capture import _torch_joint, capture
+from piper_compiler.capture import capture
+from piper_compiler.capture.torch_api import _torch_joint
 
 
 def batch(rows: range) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from packages.compiler.tests.joint_cases import rand
 from packages.compiler.tests.joint_harness import Case, capture, trace
-from piper_compiler.capture.joint import JointInput, trace_chunk
-from piper_ir.errors import CaptureError
+from piper_compiler.capture.steps.joint import JointInput, trace_chunk
+from piper_ir.ground.errors import CaptureError
 
 
 @torch.library.custom_op("pipertest::halve_", mutates_args=("x",))

@@ -9,8 +9,8 @@ import pytest
 from packages.compiler.tests.layout_graphs import HEADS, HIDDEN, KV, SPELLINGS, E, Graph, chunk_of, spelled
 from packages.compiler.tests.test_layout_rules import CASES
 from piper_compiler.capture.layouts.indexes import LoopIndex, OverlappingCuts, indexed
-from tests.models import CASES as CAPTURED
-from tests.models import MORE, captured
+from tests.helpers.models import CASES as CAPTURED
+from tests.helpers.models import MORE, captured
 
 CHUNKS = [("llama", "layer0"), ("llama", "root"), ("llama", "root.1"), ("gpt", "layer0")]
 LOSS = {"piper.cross_entropy.default", "piper.cross_entropy_dgrad.default"}

@@ -14,12 +14,12 @@ import torch
 
 from packages.compiler.tests import layout_calls, layout_calls_elements, layout_calls_moves
 from packages.compiler.tests.layout_judge import Draw, Given, call_of, marks, wrong_parts, wrong_terms
-from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.layouts import rules
 from piper_compiler.capture.layouts.indexes import of_call
-from piper_compiler.capture.layouts.letters import all_whole
 from piper_compiler.capture.layouts.loops import DimOf, Loops, OpCall
-from piper_compiler.capture.layouts.rules_elementwise import elementwise
+from piper_compiler.capture.layouts.rules import rules
+from piper_compiler.capture.layouts.rules.letters import all_whole
+from piper_compiler.capture.layouts.rules.rules_elementwise import elementwise
+from piper_compiler.capture.torch_api._torch import OpOverload
 
 aten = torch.ops.aten
 piper = torch.ops.piper

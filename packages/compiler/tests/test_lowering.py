@@ -26,13 +26,13 @@ from piper_compiler import (
     synthetic,
 )
 from piper_compiler.compile import apply_directives
-from piper_ir.errors import CompileError, DirectiveError
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Collective, Compute, Recv, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import COMPUTE, Plan
-from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Output, Param, Program, Signature
-from piper_ir.select import where
-from piper_ir.sizes import Affine, TensorSpec
+from piper_ir.ground.errors import CompileError, DirectiveError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.ground.sizes import Affine, TensorSpec
+from piper_ir.plan.plan import COMPUTE, Plan
+from piper_ir.program.ops import Add, Collective, Compute, Recv, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.program import BatchTensor, Buffer, Chunk, Cost, Input, Output, Param, Program, Signature
 from piper_ir.verify import verify
 
 ROW = TensorSpec((Affine(0, 8),), "float32")

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper_compiler.capture import capture, region, tag
-from piper_compiler.capture.codegen import compile_step
-from piper_ir.errors import CaptureError
-from piper_ir.program import Program
-from piper_ops.opaque import backward_step, forward_step
-from tests.models import D, captured, feature_batch, squared_error
+from piper_compiler.capture.steps.codegen import compile_step
+from piper_ir.ground.errors import CaptureError
+from piper_ir.program.program import Program
+from piper_ops.written.opaque import backward_step, forward_step
+from tests.helpers.models import D, captured, feature_batch, squared_error
 
 
 def program(model: object, batch: object = feature_batch) -> Program:

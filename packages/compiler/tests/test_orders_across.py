@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from piper_compiler import Strategy, compile_program, directive, recipes, synthetic
-from piper_ir.errors import CompileError
-from piper_ir.graph import Graph
-from piper_ir.mesh import Mesh
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.mesh import Mesh
 
 
 def test_an_order_between_devices_is_refused() -> None:

@@ -24,13 +24,13 @@ from piper_compiler import (
     split_backward,
     synthetic,
 )
-from piper_ir.costs import Costs, Duration
-from piper_ir.errors import CompileError, DirectiveError
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Compute
-from piper_ir.plan import Instr, Plan
-from piper_ir.program import Cost, Kernel, Program
-from piper_ir.select import Where, where
+from piper_ir.ground.errors import CompileError, DirectiveError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import Where, where
+from piper_ir.plan.plan import Instr, Plan
+from piper_ir.program.costs import Costs, Duration
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Cost, Kernel, Program
 from piper_ir.verify import verify
 
 

@@ -12,9 +12,9 @@ import pytest
 from packages.compiler.tests.compile_cases import SCHEDULES, layered, random_case, users_place
 from piper_compiler import Directive, Strategy, compile_program, order, place, recipes
 from piper_compiler.directives.place import role_name
-from piper_ir.graph import Editor, Graph, TransferStreams
-from piper_ir.mesh import Mesh
-from piper_ir.select import where
+from piper_ir.graph.graph import Editor, Graph, TransferStreams
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
 
 
 @dataclass(frozen=True)

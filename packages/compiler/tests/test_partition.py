@@ -14,11 +14,11 @@ from packages.compiler.tests.compile_cases import layered
 from piper_compiler import Strategy, compile_program, partition, recipes, split, synthetic
 from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
-from piper_ir.costs import Costs, Duration
-from piper_ir.mesh import Mesh
-from piper_ir.program import Cost, Kernel, Program
-from piper_ir.select import where
-from piper_ir.sizes import Affine
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.ground.sizes import Affine
+from piper_ir.program.costs import Costs, Duration
+from piper_ir.program.program import Cost, Kernel, Program
 
 
 def stage_list(program: Program, item: partition) -> list[int]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from packages.compiler.tests.joint_cases import CASES, block_tensors, gpt_block, rand
 from packages.compiler.tests.joint_harness import Case, check, saved_bytes, trace
-from piper_compiler.capture.joint import TracedChunk
-from piper_ir.sizes import bind
+from piper_compiler.capture.steps.joint import TracedChunk
+from piper_ir.ground.sizes import bind
 
 torch.set_num_threads(1)
 

@@ -9,8 +9,8 @@ import torch
 
 from packages.compiler.tests.joint_cases import CASES
 from packages.compiler.tests.joint_harness import measured_peak, run, tangents_of, trace
-from piper_compiler.capture.codegen import StepCode
-from piper_ir.sizes import bind
+from piper_compiler.capture.steps.codegen import StepCode
+from piper_ir.ground.sizes import bind
 
 torch.set_num_threads(1)
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-import piper_ir.plan_file as plan_file
+import piper_ir.plan.plan_file as plan_file
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.codec import dumps
-from piper_ir.errors import FormatError
-from piper_ir.instr_table import InstrTable
-from piper_ir.memory import peak
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
-from piper_ir.plan_file import plan_text, read_plan
-from piper_ir.plan_pieces import plan_pieces
+from piper_ir.fold.memory import peak
+from piper_ir.ground.codec import dumps
+from piper_ir.ground.errors import FormatError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.instr_table import InstrTable
+from piper_ir.plan.plan import Plan
+from piper_ir.plan.plan_file import plan_text, read_plan
+from piper_ir.plan.plan_pieces import plan_pieces
 from piper_ir.verify import verify
 
 

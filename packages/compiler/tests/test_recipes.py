@@ -12,12 +12,12 @@ from packages.compiler.tests.canonical import canonical_durations, makespan
 from packages.compiler.tests.compile_cases import frozen_first, layered
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import Directive, Strategy, compile_program, order, recipes, synthetic
-from piper_ir.errors import DirectiveError
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, Compute
-from piper_ir.plan import Plan
-from piper_ir.program import Program
-from piper_ir.timing import prepare, sweep
+from piper_ir.fold.timing import prepare, sweep
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Collective, Compute
+from piper_ir.program.program import Program
 from piper_ir.verify import verify
 
 

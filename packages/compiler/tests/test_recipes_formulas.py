@@ -12,9 +12,9 @@ from packages.compiler.tests.order_validator import Run, execute, peaks
 from packages.compiler.tests.recipe_forms import FORMS, Case, Form
 from packages.compiler.tests.recipe_orders import orders_of_directives
 from piper_compiler import Strategy, compile_program, synthetic
-from piper_ir.mesh import Mesh
-from piper_ir.plan import COMPUTE, Plan
-from piper_ir.timing import prepare, sweep
+from piper_ir.fold.timing import prepare, sweep
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import COMPUTE, Plan
 
 CASES = settings().max_examples // 4
 

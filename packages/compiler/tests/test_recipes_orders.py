@@ -18,9 +18,9 @@ from piper_compiler import Directive, Strategy, compile_program, load_strategy, 
 from piper_compiler.recipes import RECIPES, recipe
 from piper_compiler.recipes.dualpipe import dualpipe_v_orders
 from piper_compiler.recipes.zero_bubble_1f1b import late_weight_orders
-from piper_ir.errors import DirectiveError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
 from piper_ir.verify import verify
 
 ONE, TWO, MANY = 1, 2, 0

@@ -15,11 +15,11 @@ from torch import Tensor, fx
 
 from packages.compiler.tests.joint_harness import Case
 from packages.compiler.tests.lockstep import Judged, joint_of, judged, shared_by
-from piper_compiler.capture.kernels import flops_of
-from piper_ir.errors import DirectiveError
-from piper_ir.layout import Sharding
+from piper_compiler.capture.steps.kernels import flops_of
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.program.layout import Sharding
 from piper_ops import attention, attention_dgrad
-from tests.ring_faults import FAULTS
+from tests.faults.ring_faults import FAULTS
 
 ROWS, HEADS, KEYS, ELEMENTS = 2, 4, 2, 3
 WIDTH = HEADS * ELEMENTS

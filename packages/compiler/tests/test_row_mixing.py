@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_compiler.capture import capture, row_mixing, row_trial
-from piper_ir.errors import CaptureError, PiperWarning
+from piper_compiler.capture import capture
+from piper_compiler.capture.whole_batch import row_mixing, row_trial
+from piper_ir.ground.errors import CaptureError, PiperWarning
 
 TOKENS, WIDTH = 10, 12
 Step = Callable[["Model", Tensor], Tensor]

@@ -23,14 +23,14 @@ from piper_compiler import (
 )
 from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
-from piper_ir.errors import DirectiveError, SelectorError
-from piper_ir.graph import Graph
-from piper_ir.memory import scan
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan
-from piper_ir.program import Program, Signature
-from piper_ir.select import where
+from piper_ir.fold.memory import scan
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.errors import DirectiveError, SelectorError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Program, Signature
 from piper_ir.verify import verify
 
 FIRST = (partition(stages=2), split(where(), microbatches=2))

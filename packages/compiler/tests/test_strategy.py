@@ -23,10 +23,10 @@ from piper_compiler import (
     split,
     stream,
 )
-from piper_ir.errors import DirectiveError, FormatError, OutputError, SelectorError
-from piper_ir.graph import Graph
-from piper_ir.mesh import Mesh
-from piper_ir.select import ANY, NONE, where
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.errors import DirectiveError, FormatError, OutputError, SelectorError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import ANY, NONE, where
 
 EVERY = Strategy(
     Mesh(pp=2, dp=2),

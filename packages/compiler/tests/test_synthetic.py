@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.codec import dumps, loads
-from piper_ir.errors import CompileError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import CATEGORIES
-from piper_ir.program import Program
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import CATEGORIES
+from piper_ir.program.program import Program
 
 GOOD = {"stages": 3, "F": 1, "I": 2, "W": 3}
 

@@ -12,12 +12,12 @@ import pytest
 
 from packages.compiler.tests.compile_cases import layered
 from piper_compiler import Strategy, Training, compile_program, recipes
-from piper_ir import memory
-from piper_ir.instr_table import InstrTable, InstrTemplate, TableKinds
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Op, Seed
-from piper_ir.plan import COMPUTE, Plan, Values
-from piper_ir.sizes import TensorSpec
+from piper_ir.fold import memory
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.instr_table import InstrTable, InstrTemplate, TableKinds
+from piper_ir.plan.plan import COMPUTE, Plan, Values
+from piper_ir.program.ops import Op, Seed
 from piper_ir.verify import Violation, check
 
 Columns = dict[str, Any]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, frozen_first, layered, random_case
 from piper_compiler import Lowered, Options, Strategy, Training, compile_program, recipes
-from piper_compiler.passes import templates
-from piper_ir.instr_table import InstrTable
-from piper_ir.memory import with_peaks
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
-from piper_ir.program import Program
-from piper_ir.timing import prepare
+from piper_compiler.passes.steps import templates
+from piper_ir.fold.memory import with_peaks
+from piper_ir.fold.timing import prepare
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.instr_table import InstrTable
+from piper_ir.plan.plan import Plan
+from piper_ir.program.program import Program
 
 
 def by_name(plan: Plan) -> Plan:

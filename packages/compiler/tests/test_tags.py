@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from piper_compiler.capture import region, tag
-from piper_compiler.capture.tags import layer_indexes, module_coords
-from piper_ir.errors import CaptureError, SelectorError
-from tests.models import TinyGPT
+from piper_compiler.capture.module.tags import layer_indexes, module_coords
+from piper_ir.ground.errors import CaptureError, SelectorError
+from tests.helpers.models import TinyGPT
 
 
 def coords(model: nn.Module) -> dict[str, dict[str, int]]:

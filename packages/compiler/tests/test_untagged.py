@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from piper_compiler.capture.untagged import way_to_experts
-from piper_ir.program import Param, Program
-from piper_ir.sizes import TensorSpec
+from piper_compiler.capture.module.untagged import way_to_experts
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.program.program import Param, Program
 
 STACK, MATRIX = TensorSpec((4, 6, 8), "float32"), TensorSpec((6, 8), "float32")
 

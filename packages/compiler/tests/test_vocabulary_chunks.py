@@ -14,8 +14,9 @@ from packages.compiler.tests.joint_harness import Case
 from packages.compiler.tests.lockstep import judge, shared_of
 from piper_compiler.capture.layouts import Agreed, conversions
 from piper_compiler.capture.layouts.decide import SUM
-from piper_ops import all_gather, vocabulary
-from piper_ops.library import OP_KERNELS
+from piper_ops import all_gather
+from piper_ops.ground.library import OP_KERNELS
+from piper_ops.pointwise import vocabulary
 
 ROWS, TOKENS, WIDTH, VOCABULARY, IGNORED = 2, 8, 6, 24, 5
 PADDING = 11

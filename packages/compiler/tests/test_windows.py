@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_compiler.passes.windows import windows
+from piper_compiler.passes.steps.windows import windows
 
 SIZES = {"a": 4, "b": 4, "c": 8}
 USES = st.lists(st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=2, unique=True), max_size=24)

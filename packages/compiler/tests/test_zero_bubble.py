@@ -21,9 +21,9 @@ from piper_compiler.recipes.search import Search, find_orders
 from piper_compiler.recipes.zb_greedy import Greedy, Rules
 from piper_compiler.recipes.zb_problem import OrderScore, Problem, Stages
 from piper_compiler.recipes.zero_bubble import ROUNDING, v_frontier
-from piper_ir.errors import DirectiveError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
 from piper_ir.verify import verify
 
 EXAMPLES = settings().max_examples // 4

@@ -10,10 +10,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from piper_ir.collectives import COLLECTIVES
-from piper_ir.mesh import AXES, Mesh
-from piper_ir.ops import Collective
-from piper_ir.sizes import ITEM_BYTES, Affine, TensorSpec
+from piper_ir.ground.mesh import AXES, Mesh
+from piper_ir.ground.sizes import ITEM_BYTES, Affine, TensorSpec
+from piper_ir.program.collectives import COLLECTIVES
+from piper_ir.program.ops import Collective
 
 KNOWN = (
     "pp0",

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from piper_ir.memory import with_peaks
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Collective, Compute, ComputeStep, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Bucket, Category, Channel, Instr, Part, Plan, RolePlan, State, Value
-from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Kernel, Liveness, Output, Param, Signature
-from piper_ir.sizes import TensorSpec
+from piper_ir.fold.memory import with_peaks
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Bucket, Category, Channel, Instr, Part, Plan, RolePlan, State, Value
+from piper_ir.program.ops import Add, Collective, Compute, ComputeStep, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.program import BatchTensor, Buffer, Chunk, Cost, Input, Kernel, Liveness, Output, Param, Signature
 
 ROWS = 2
 HIDDEN = TensorSpec((ROWS, 8), "float32")

@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, given, settings
 
 from packages.ir.tests.documents_for_tests import documents
 from packages.ir.tests.plans_for_tests import chunks, good_plan
-from piper_ir import codec
-from piper_ir.codec import decode, dumps, encode, loads
-from piper_ir.errors import FormatError, PlanError
-from piper_ir.graph import Graph
-from piper_ir.graph_json import GraphDocument
-from piper_ir.ops import Collective, Op, Update
-from piper_ir.plan import Plan, Values
-from piper_ir.program import Inside, Liveness, Program
-from piper_ir.select import Where, where
-from piper_ir.sizes import Affine, TensorSpec
-from piper_ir.trace import MemSample, Span, Trace
+from piper_ir.graph.graph import Graph
+from piper_ir.graph.graph_json import GraphDocument
+from piper_ir.ground import codec
+from piper_ir.ground.codec import decode, dumps, encode, loads
+from piper_ir.ground.errors import FormatError, PlanError
+from piper_ir.ground.select import Where, where
+from piper_ir.ground.sizes import Affine, TensorSpec
+from piper_ir.ground.trace import MemSample, Span, Trace
+from piper_ir.plan.plan import Plan, Values
+from piper_ir.program.ops import Collective, Op, Update
+from piper_ir.program.program import Inside, Liveness, Program
 
 PROGRAM = Program(chunks(), loss_kind="sum")
 TEXT = dumps(good_plan())

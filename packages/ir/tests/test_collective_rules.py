@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 
 from packages.ir.tests.plans_for_tests import change_instr, change_part, change_program, change_role, find
-from piper_ir.codec import dumps, loads
-from piper_ir.collectives import COLLECTIVES, Law, kind_named, law_of
-from piper_ir.errors import PlanError
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, Recv, Send, message_op
-from piper_ir.plan import Channel, Instr, Part, Plan, Value
-from piper_ir.plan_bytes import PlanBytes
-from piper_ir.sizes import TensorSpec
-from piper_ir.text import format_plan, parse_plan
-from piper_ir.timing import prepare
+from piper_ir.fold.timing import prepare
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Channel, Instr, Part, Plan, Value
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.program.collectives import COLLECTIVES, Law, kind_named, law_of
+from piper_ir.program.ops import Collective, Recv, Send, message_op
 from piper_ir.verify import check
 from piper_ir.verify.dataflow import _Dataflow
 from piper_ir.verify.rules import Findings
-from tests.collective_plans import plan
+from tests.helpers.collective_plans import plan
 
 PLANS = {n: plan(n) for n in (2, 4)}
 GOOD = PLANS[2]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from piper_ir.codec import dumps, loads
-from piper_ir.costs import (
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import FormatError
+from piper_ir.program.costs import (
     AllocatorCosts,
     CommDuration,
     Costs,
@@ -13,7 +14,6 @@ from piper_ir.costs import (
     PartDuration,
     StepDuration,
 )
-from piper_ir.errors import FormatError
 
 COSTS = Costs(
     {"layer0": {"F": Duration(0.5), "I": Duration(0.25, "table")}},

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from packages.ir.tests.plans_for_tests import change_part, good_plan
-from piper_ir.codec import dumps, loads
-from piper_ir.costs import CommDuration, Costs, Duration, PartDuration, StepDuration
-from piper_ir.errors import FormatError
-from piper_ir.graph_json import GraphDocument, from_document
-from piper_ir.ops import Seed
-from piper_ir.plan import Plan
-from piper_ir.program import Program
-from piper_ir.text import format_plan, parse_plan
+from piper_ir.graph.graph_json import GraphDocument, from_document
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import FormatError
+from piper_ir.plan.plan import Plan
+from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.program.costs import CommDuration, Costs, Duration, PartDuration, StepDuration
+from piper_ir.program.ops import Seed
+from piper_ir.program.program import Program
 from piper_ir.verify import check
 
 PLAN = good_plan()

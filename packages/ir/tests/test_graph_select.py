@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.errors import CompileError, SelectorError
-from piper_ir.graph import Graph, Node, TransferStreams
-from piper_ir.graph_text import format_graph
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Compute
-from piper_ir.program import Program
-from piper_ir.select import ANY, NONE, Where
-from piper_ir.sizes import TensorSpec
+from piper_ir.graph.graph import Graph, Node, TransferStreams
+from piper_ir.graph.graph_text import format_graph
+from piper_ir.ground.errors import CompileError, SelectorError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import ANY, NONE, Where
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.program.ops import Add, Compute
+from piper_ir.program.program import Program
 
 NAMES = ("stage", "layer", "expert", "mb")
 SPEC = TensorSpec((4,), "float32")

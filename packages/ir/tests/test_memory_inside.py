@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from packages.ir.tests.plans_for_tests import good_plan
-from piper_ir.codec import dumps, loads
-from piper_ir.memory import on_device, peak, scan
-from piper_ir.memory_owners import MemoryOwner, held_at_peak, owners
-from piper_ir.ops import Compute, Update
-from piper_ir.part_memory import part_peak
-from piper_ir.plan import Plan, RolePlan
-from piper_ir.program import Inside, Liveness
-from piper_ir.sizes import Affine, bind
-from piper_ir.text import format_plan, parse_plan
+from piper_ir.fold.memory import on_device, peak, scan
+from piper_ir.fold.memory_owners import MemoryOwner, held_at_peak, owners
+from piper_ir.fold.part_memory import part_peak
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.sizes import Affine, bind
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.program.ops import Compute, Update
+from piper_ir.program.program import Inside, Liveness
 
 LOSS = Liveness((0,), ((Affine(0, 10),), ()), ((Inside(Affine(2, 10), Affine(0, 4), 20),), ()))
 """A step that holds 10 bytes per row; on CUDA 2 more, and 4 for each row up to five."""

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from piper_ir.errors import PlanError
-from piper_ir.memory import Usage, peak, scan, with_peaks
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Compute, Recv
-from piper_ir.plan import Category, Channel, Instr, Part, Plan, RolePlan, State, Value
-from piper_ir.program import Chunk, Input, Liveness, Output, Signature
-from piper_ir.sizes import TensorSpec
+from piper_ir.fold.memory import Usage, peak, scan, with_peaks
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Category, Channel, Instr, Part, Plan, RolePlan, State, Value
+from piper_ir.program.ops import Add, Compute, Recv
+from piper_ir.program.program import Chunk, Input, Liveness, Output, Signature
 
 F = Compute("c", "F")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.errors import CompileError
-from piper_ir.mesh import AXES, Mesh
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.mesh import AXES, Mesh
 
 MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4)).map(lambda sizes: Mesh(**sizes))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from packages.ir.tests.plans_for_tests import good_plan
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Send
-from piper_ir.part_memory import value_ports
-from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.fold.part_memory import value_ports
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import Add, Send
 
 GOOD = good_plan()
 

@@ -27,14 +27,14 @@ from packages.ir.tests.plans_for_tests import (
 from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
 from packages.ir.tests.test_recompute_rules import BREAKS as RECOMPUTE_BREAKS
 from packages.ir.tests.test_sharing_rules import BREAKS as SHARING_BREAKS
-from piper_ir.errors import PlanError
-from piper_ir.memory import with_peaks
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
-from piper_ir.plan import Instr, Part, Plan, State
-from piper_ir.program import Input, Output
-from piper_ir.shards import Shards
-from piper_ir.sizes import Affine, TensorSpec
+from piper_ir.fold.memory import with_peaks
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.shards import Shards
+from piper_ir.ground.sizes import Affine, TensorSpec
+from piper_ir.plan.plan import Instr, Part, Plan, State
+from piper_ir.program.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
+from piper_ir.program.program import Input, Output
 from piper_ir.verify import RULES, check, verify
 from piper_ir.verify import training as verify_training
 from piper_ir.verify.rules import Findings

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.ir.tests.plans_for_tests import SCALAR, good_plan
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Collective, Recv, Send
-from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
+from piper_ir.program.ops import Add, Collective, Recv, Send
 from piper_ir.verify.rules import Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 
 from packages.ir.tests.documents_for_tests import documents
 from packages.ir.tests.plans_for_tests import good_plan
-from piper_ir.errors import FormatError
-from piper_ir.plan import Plan
-from piper_ir.text import format_plan, parse_plan
+from piper_ir.ground.errors import FormatError
+from piper_ir.plan.plan import Plan
+from piper_ir.plan.text import format_plan, parse_plan
 
 GOOD = good_plan()
 TEXT = format_plan(GOOD)

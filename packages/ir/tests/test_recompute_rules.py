@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from packages.ir.tests.plans_for_tests import change_instr, change_part, find, good_plan
-from piper_ir.codec import dumps, loads
-from piper_ir.memory import with_peaks
-from piper_ir.ops import Compute, Load
-from piper_ir.plan import Part, Plan, Value
-from piper_ir.program import Signature, Step
-from piper_ir.text import format_plan, parse_plan
+from piper_ir.fold.memory import with_peaks
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.plan.plan import Part, Plan, Value
+from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.program.ops import Compute, Load
+from piper_ir.program.program import Signature, Step
 from piper_ir.verify import check
 
 Break = Callable[[Plan], Plan]

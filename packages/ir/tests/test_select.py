@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.errors import SelectorError
-from piper_ir.select import ANY, NONE, Where, where
+from piper_ir.ground.errors import SelectorError
+from piper_ir.ground.select import ANY, NONE, Where, where
 
 NODE = {"stage": 1, "mb": 3, "phase": "F", "op": "compute"}
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from packages.ir.tests.plans_for_tests import change_bucket, change_channel, change_part, change_role, good_plan
-from piper_ir.codec import dumps, loads
-from piper_ir.layout import DimPart, StepCollective
-from piper_ir.memory import with_peaks
-from piper_ir.mesh import Mesh
-from piper_ir.ops import SquaredNorm
-from piper_ir.plan import Channel, Plan
-from piper_ir.program import Step
-from piper_ir.text import format_plan, parse_plan
+from piper_ir.fold.memory import with_peaks
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Channel, Plan
+from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.program.layout import DimPart, StepCollective
+from piper_ir.program.ops import SquaredNorm
+from piper_ir.program.program import Step
 from piper_ir.verify import check
 
 Break = Callable[[Plan], Plan]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.errors import CaptureError, FormatError
-from piper_ir.program import Liveness
-from piper_ir.sizes import ITEM_BYTES, Affine, Dim, TensorSpec, affine, bind, fit
+from piper_ir.ground.errors import CaptureError, FormatError
+from piper_ir.ground.sizes import ITEM_BYTES, Affine, Dim, TensorSpec, affine, bind, fit
+from piper_ir.program.program import Liveness
 
 INTS = st.integers(-(1 << 40), 1 << 40)
 DIMS = st.builds(affine, INTS, st.one_of(st.just(0), INTS))

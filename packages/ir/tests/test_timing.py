@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from piper_ir.errors import PlanError
-from piper_ir.plan import Plan
-from piper_ir.steady_state import period
-from piper_ir.timing import Times, prepare, sweep
-from tests.random_plans import PlanBuilder, given_durations, random_plan
+from piper_ir.fold.steady_state import period
+from piper_ir.fold.timing import Times, prepare, sweep
+from piper_ir.ground.errors import PlanError
+from piper_ir.plan.plan import Plan
+from tests.helpers.random_plans import PlanBuilder, given_durations, random_plan
 
 
 def times(plan: Plan, durations: list[float] | None = None, *, issue: float = 0.0) -> Times:

@@ -14,10 +14,8 @@ from piper_ops import (
     OP_KERNELS,
     PORTABLE,
     UnsupportedVariant,
-    bags,
     cpu_workspace,
     cuda_workspace,
-    experts,
     grouped_mm,
     grouped_mm_dgrad,
     grouped_mm_wgrad,
@@ -28,6 +26,7 @@ from piper_ops import (
     unroute,
     unroute_wgrad,
 )
+from piper_ops.experts import bags, experts
 
 TOLERANCE = 1e-12
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP = 13, 6, 10, 5, 2

@@ -23,10 +23,9 @@ from piper_ops import (
     experts_send,
     experts_take,
     peak_bytes_inside,
-    rounds,
     route,
-    trades,
 )
+from piper_ops.experts import rounds, trades
 
 DEVICES, EXPERTS, WIDTH, TOKENS, TOP = 3, 6, 4, 10, 2
 

@@ -25,8 +25,8 @@ from piper_ops import (
     replace_portable,
     shift,
 )
-from piper_ops.few_flops import NAMES
-from piper_ops.products import PRODUCTS
+from piper_ops.costing.few_flops import NAMES
+from piper_ops.costing.products import PRODUCTS
 
 aten = torch.ops.aten
 piper = torch.ops.piper

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piper_ops.examples import Examples
+from piper_ops.written.examples import Examples
 
 OTHER: dict[str, tuple[Any, ...]] = {
     "a size": (torch.ones(2, 4), 1),

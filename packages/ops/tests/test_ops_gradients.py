@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import piper_ops
-from piper_ops import library, losses
-from piper_ops.sdpa import AttentionOptions
-from piper_ops.sdpa_kernels import KERNELS
+from piper_ops.attention.sdpa import AttentionOptions
+from piper_ops.attention.sdpa_kernels import KERNELS
+from piper_ops.ground import library
+from piper_ops.pointwise import losses
 
 TOLERANCE = 1e-12
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from piper_ops import attention_lowering
-from piper_ops.lowering import LoweringName
-from piper_ops.sdpa import AttentionOptions
-from piper_ops.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
+from piper_ops.attention.lowering import LoweringName
+from piper_ops.attention.sdpa import AttentionOptions
+from piper_ops.attention.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
 
 SHAPE = (2, 64, 4, 32)
 GROUPED, DEEP, ODD, ONE_KEY = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20), (2, 1, 4, 32)
@@ -92,7 +92,7 @@ def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None
             seen["lse"] = args[6]
             return *args[1:4], None
 
-    monkeypatch.setattr("piper_ops.sdpa_kernels.aten", Recorder())
+    monkeypatch.setattr("piper_ops.attention.sdpa_kernels.aten", Recorder())
     q = torch.zeros(2, 4, 65, 8)
     options = AttentionOptions(torch.randn(65, 65), False, 0.1)
     out, lse = cuda_efficient(q, q, q, options)

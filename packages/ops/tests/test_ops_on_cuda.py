@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piper_ops import cross_entropy, layer_norm, rms_norm
-from piper_ops.lowering import LoweringName
-from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
+from piper_ops.attention.lowering import LoweringName
+from piper_ops.attention.sdpa_kernels import KERNELS, AttentionOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, layer_norm, losses, rms_norm, sdpa
-from piper_ops.library import OP_KERNELS
-from piper_ops.sdpa_kernels import KERNELS
-from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
+from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, layer_norm, rms_norm
+from piper_ops.attention import sdpa
+from piper_ops.attention.sdpa_kernels import KERNELS
+from piper_ops.costing.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
+from piper_ops.ground.library import OP_KERNELS
+from piper_ops.pointwise import losses
 
 CLASSES, SLICE = 50, 1000
 MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "measured" / "gpu-check-h200-last.txt"

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import piper_ops
-from piper_ops import cuda_workspace, kernel_of, losses, peak_bytes_inside
-from piper_ops.library import OP_KERNELS
+from piper_ops import cuda_workspace, kernel_of, peak_bytes_inside
+from piper_ops.ground.library import OP_KERNELS
+from piper_ops.pointwise import losses
 
 SIZE, WIDTH, TOKENS, IGNORED = 24, 5, 40, 7
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.codec import dumps
-from piper_ir.costs import CommDuration, Costs, Duration
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
-from piper_ir.sizes import ITEM_BYTES
-from piper_ir.trace import MemSample, Span, Trace
+from piper_ir.ground.codec import dumps
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import ITEM_BYTES
+from piper_ir.ground.trace import MemSample, Span, Trace
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import CommDuration, Costs, Duration
 from piper_simulator import Simulation, simulate
 
 SLOWER = 1.25

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from packages.report.tests.chrome_documents import problems
-from piper_ir.trace import MemSample, Span, Trace
-from piper_report.chrome import chrome_trace, write_chrome
+from piper_ir.ground.trace import MemSample, Span, Trace
+from piper_report.pages.chrome import chrome_trace, write_chrome
 
 TRACE = Trace(
     "key",

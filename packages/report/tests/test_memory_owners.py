@@ -4,13 +4,13 @@ import pytest
 
 from packages.ir.tests.plans_for_tests import good_plan
 from packages.report.tests import samples
-from piper_ir.memory import peak
-from piper_ir.memory_owners import owners
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Compute
-from piper_ir.plan import Instr, Part, Plan, RolePlan, Value
-from piper_ir.program import Chunk, Input, Liveness, Output, Signature
-from piper_ir.sizes import TensorSpec
+from piper_ir.fold.memory import peak
+from piper_ir.fold.memory_owners import owners
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Instr, Part, Plan, RolePlan, Value
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Chunk, Input, Liveness, Output, Signature
 
 PLANS = {
     "by hand": good_plan(),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from packages.report.tests import samples
 from packages.report.tests.chrome_documents import problems
-from piper_ir.trace import Trace
-from piper_report.chrome import chrome_trace
-from piper_report.clocks import NOTE, aligned, offsets
-from piper_report.transfers import transfers
+from piper_ir.ground.trace import Trace
+from piper_report.facts.clocks import NOTE, aligned, offsets
+from piper_report.facts.transfers import transfers
+from piper_report.pages.chrome import chrome_trace
 
 PLAN = samples.plan()
 TRACE = samples.executed(samples.simulation().trace)

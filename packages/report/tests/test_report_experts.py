@@ -14,16 +14,17 @@ import pytest
 from matplotlib.figure import Figure
 
 from packages.report.tests import samples
-from piper_ir.errors import FormatError
-from piper_ir.expert_tokens import LOAD_NOT_MEASURED
-from piper_ir.layout import DimPart, StepCollective
-from piper_ir.plan import Param, Plan
-from piper_ir.sizes import TensorSpec
-from piper_report import expert_figures, load, write_report
-from piper_report.expert_figures import MOST_POINTS, curve, layer_names, load_figure
-from piper_report.expert_history import ExpertHistory, expert_axes
-from piper_report.expert_tables import MOST_ROWS, layer_sheet, load_note, rank_load_sheet, token_sheet
-from piper_report.report import Report
+from piper_ir.ground.errors import FormatError
+from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Param, Plan
+from piper_ir.program.layout import DimPart, StepCollective
+from piper_report import load, write_report
+from piper_report.facts.expert_history import ExpertHistory, expert_axes
+from piper_report.figures import expert_figures
+from piper_report.figures.expert_figures import MOST_POINTS, curve, layer_names, load_figure
+from piper_report.pages.report import Report
+from piper_report.tables.expert_tables import MOST_ROWS, layer_sheet, load_note, rank_load_sheet, token_sheet
 
 STEPS = ([4, 4, 0, 0], [1, 1, 2, 4], [2, 2, 2, 2])
 """The tokens of four experts in three steps: the fullest has 2, 2 and 1 times the mean, with two on a rank 2, 1.5 and 1."""

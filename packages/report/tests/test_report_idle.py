@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
-from piper_ir.intervals import uncovered
-from piper_ir.plan import Plan
-from piper_ir.trace import Span, Trace
-from piper_report.idle import idle_ranks, makespan
+from piper_ir.ground.intervals import uncovered
+from piper_ir.ground.trace import Span, Trace
+from piper_ir.plan.plan import Plan
+from piper_report.facts.idle import idle_ranks, makespan
 from piper_simulator import simulate
 
 PLANS = {"pipeline": samples.plan_of(pp=3, microbatches=4), "data parallel": samples.plan_of(pp=1, dp=4), "both": samples.plan()}

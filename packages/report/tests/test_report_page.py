@@ -10,12 +10,12 @@ import pytest
 
 from packages.report.tests import samples
 from packages.report.tests.browser import Browser, browser, chromium
-from piper_ir.codec import dumps
-from piper_ir.errors import OutputError
+from piper_ir.ground.codec import dumps
+from piper_ir.ground.errors import OutputError
 from piper_report import Report, write_report
-from piper_report.page import PageSection, page
-from piper_report.style import house_style, new_figure, panels, picture
-from piper_report.tables import Column, sheet
+from piper_report.figures.style import house_style, new_figure, panels, picture
+from piper_report.pages.page import PageSection, page
+from piper_report.tables.tables import Column, sheet
 
 FIGURES = {"timeline", "memory", "loss", "step_time", "history", "pareto", "parameters"}
 TABLES = {

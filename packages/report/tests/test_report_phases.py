@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import pytest
 
 from packages.report.tests import samples
-from piper_ir.ops import Collective, Compute, ComputeStep, Fold, Fresh, Load, Seed, SquaredNorm, Update
-from piper_ir.phases import instr_label
-from piper_ir.plan import Instr, Part
-from piper_ir.trace import Span, Trace
-from piper_report.phases import kinds
+from piper_ir.ground.trace import Span, Trace
+from piper_ir.plan.phases import instr_label
+from piper_ir.plan.plan import Instr, Part
+from piper_ir.program.ops import Collective, Compute, ComputeStep, Fold, Fresh, Load, Seed, SquaredNorm, Update
+from piper_report.facts.phases import kinds
 
 
 def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from packages.report.tests import samples
-from piper_ir.errors import FormatError
+from piper_ir.ground.errors import FormatError
 from piper_report import load
 
 

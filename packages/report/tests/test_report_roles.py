@@ -9,17 +9,17 @@ import pandas
 import pytest
 
 from packages.report.tests import samples
-from piper_ir.codec import dumps
+from piper_ir.ground.codec import dumps
+from piper_ir.ground.trace import Trace
 from piper_ir.tools import named_ranks, ranks_text
-from piper_ir.trace import Trace
 from piper_report import load, schedule_table, write_beside, write_report
-from piper_report.alike import alike_ranks
-from piper_report.beside import _told
-from piper_report.chrome import chrome_trace
-from piper_report.gantt import shown_ranks
-from piper_report.report import _summary
-from piper_report.results import RankPrediction, ResultOrigin, WhyTable, WhyTables
-from piper_report.stage_tables import stage_sheet, strategy_sheet
+from piper_report.facts.alike import alike_ranks
+from piper_report.facts.results import RankPrediction, ResultOrigin, WhyTable, WhyTables
+from piper_report.figures.gantt import shown_ranks
+from piper_report.pages.beside import _told
+from piper_report.pages.chrome import chrome_trace
+from piper_report.pages.report import _summary
+from piper_report.tables.stage_tables import stage_sheet, strategy_sheet
 from piper_simulator import simulate
 
 
@@ -119,8 +119,8 @@ def test_a_plan_that_does_not_fit_is_said_first(tmp_path: Path) -> None:
 
 
 def test_lines_near_the_curve_are_drawn_and_far_ones_are_not() -> None:
-    from piper_report.memory_figure import HAS, IN_ALL, _device_lines
-    from piper_report.style import house_style, new_figure, panels, size_unit
+    from piper_report.figures.memory_figure import HAS, IN_ALL, _device_lines
+    from piper_report.figures.style import house_style, new_figure, panels, size_unit
 
     with house_style():
         (ax,) = panels(new_figure(2.0), 1)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from packages.report.tests import samples
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.errors import OutputError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Instr, Plan
-from piper_ir.trace import Span, Trace
+from piper_ir.ground.errors import OutputError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.trace import Span, Trace
+from piper_ir.plan.plan import Instr, Plan
 from piper_report import Drawing, draw_schedule, draw_schedules, schedule_table
-from piper_report.schedule_figure import PALEST
-from piper_report.style import PHASE_COLOURS, tint
+from piper_report.figures.schedule_figure import PALEST
+from piper_report.figures.style import PHASE_COLOURS, tint
 from piper_simulator import simulate
 
 UNITS = {"F": 1.0, "I": 1.0, "W": 1.0}

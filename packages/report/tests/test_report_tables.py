@@ -8,10 +8,10 @@ import pandas
 import pytest
 
 from packages.report.tests import samples
-from piper_ir.trace import BUSY_MACHINE
+from piper_ir.ground.trace import BUSY_MACHINE
 from piper_report import load
-from piper_report.results import Results
-from piper_report.tables import Column, cost_sheet, headline, owner_sheet, rank_sheet, sheet, source_sheet, step_sheet
+from piper_report.facts.results import Results
+from piper_report.tables.tables import Column, cost_sheet, headline, owner_sheet, rank_sheet, sheet, source_sheet, step_sheet
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_every_rank_has_a_row(results: Results) -> None:
 
 
 def test_the_owners_file_has_all_and_the_page_the_top(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper_report.tables.TOP_OWNERS", 2)
+    monkeypatch.setattr("piper_report.tables.tables.TOP_OWNERS", 2)
     found = owner_sheet(results)
     assert found is not None and len(found.table.rows) == 4 < len(found.frame)
     assert found.frame.groupby("role")["share"].sum().tolist() == pytest.approx([1, 1])

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from packages.report.tests import samples
-from piper_report import gantt
-from piper_report.phases import kinds
-from piper_report.style import PHASE_COLOURS, house_style
+from piper_report.facts.phases import kinds
+from piper_report.figures import gantt
+from piper_report.figures.style import PHASE_COLOURS, house_style
 
 VISIONS = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),

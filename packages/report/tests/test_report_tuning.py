@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
-from piper_ir.study import Row, StudyDocument
-from piper_report import load, tuning_figures, write_report
-from piper_report.parallel_figure import UNSET, Axis, parallel_figure
-from piper_report.tables import Sheet, tuning_sheets
-from piper_report.tuning_figures import goal_of, history_figure, pareto_figure, pareto_front, scored
+from piper_ir.study.study import Row, StudyDocument
+from piper_report import load, write_report
+from piper_report.figures import tuning_figures
+from piper_report.figures.parallel_figure import UNSET, Axis, parallel_figure
+from piper_report.figures.tuning_figures import goal_of, history_figure, pareto_figure, pareto_front, scored
+from piper_report.tables.tables import Sheet, tuning_sheets
 
 POINTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8).map(float)), max_size=20)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from piper_ir.trace import BUSY_MACHINE, Span, Trace
-from piper_report.summary import beside_table, compute_seconds, prediction_table
+from piper_ir.ground.trace import BUSY_MACHINE, Span, Trace
+from piper_report.facts.summary import beside_table, compute_seconds, prediction_table
 
 NO_SPANS = Trace("k", "executed", ())
 
@@ -100,7 +100,7 @@ def test_compute_seconds_counts_the_compute_stream_only() -> None:
 
 
 def test_a_text_summary_needs_no_drawing() -> None:
-    script = "import sys, piper_report, piper_report.summary, piper_report.chrome; print(*sys.modules)"
+    script = "import sys, piper_report, piper_report.facts.summary, piper_report.pages.chrome; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"pandas", "numpy", "matplotlib"} & set(done.stdout.split())
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from packages.runtime.tests.handmade import CODE, Reference, chain_job, chain_program, masked_loss, mean_loss
 from piper_compiler import Options, Strategy, Training, compile_program, recipes, split
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
-from piper_ir.select import where
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import where
+from piper_ir.plan.plan import Plan
 from piper_runtime import Job, Run, execute
-from piper_runtime.rank.optimizer_groups import optimizer_spec
+from piper_runtime.rank.optimizers.optimizer_groups import optimizer_spec
 
 TOLERANCE = 1e-12
 

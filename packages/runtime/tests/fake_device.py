@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from piper_runtime.engine.inline import collected
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm
 
 
 class NotYet(BaseException):

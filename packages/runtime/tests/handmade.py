@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from piper_ir.draws import Draw
-from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
-from piper_ir.sizes import Affine, TensorSpec
-from piper_runtime.rank.code import ShippedCode
-from piper_runtime.rank.job import Job
-from piper_runtime.rank.precision import Precision
-from piper_runtime.rank.rng import rng_seed
+from piper_ir.ground.draws import Draw
+from piper_ir.ground.sizes import Affine, TensorSpec
+from piper_ir.program.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
+from piper_runtime.rank.job.job import Job
+from piper_runtime.rank.job.precision import Precision
+from piper_runtime.rank.values.code import ShippedCode
+from piper_runtime.rank.values.rng import rng_seed
 
 WIDTH = 4
 DROP = 0.25

@@ -11,10 +11,10 @@ import pytest
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
-from piper_ir.errors import ExecutionError, HangError
+from piper_ir.ground.errors import ExecutionError, HangError
 from piper_runtime import execute
-from piper_runtime.launch import forking
-from piper_runtime.rank.code import ShippedCode
+from piper_runtime.launch.processes import forking
+from piper_runtime.rank.values.code import ShippedCode
 
 KINDS = ("kill", "raise", "hang")
 TIMEOUT_S = 2.0

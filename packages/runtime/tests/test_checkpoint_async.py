@@ -20,9 +20,9 @@ from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.rank_tensors import FlatState
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import complete_checkpoints
-from piper_runtime.launch.inline_run import rank_job
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Rank
+from piper_runtime.launch.running.inline_run import rank_job
+from piper_runtime.rank.binding.rank import Rank
+from piper_runtime.rank.job.job import materialize
 from piper_runtime.weights.dcp_tensors import read_range
 
 WRITE = rank_saver.write_boxes

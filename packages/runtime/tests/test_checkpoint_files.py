@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
-from piper_ir.errors import FormatError, JobError, PiperError
+from piper_ir.ground.errors import FormatError, JobError, PiperError
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint.box_archives import _checksums, write_tensor
 from piper_runtime.checkpoint.commits import complete

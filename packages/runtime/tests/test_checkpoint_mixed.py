@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from packages.runtime.tests.chains import chain, run
-from piper_ir.errors import FormatError
+from piper_ir.ground.errors import FormatError
 from piper_runtime import Checkpoints
 from piper_runtime.checkpoint.saved_run import open_checkpoint
-from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, read_range
 from piper_runtime.weights.marker import MARKER, META
 

@@ -16,15 +16,15 @@ from torch import nn
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw, batch
-from piper_ir.errors import ExecutionError, JobError, OutputError, PiperWarning
+from piper_ir.ground.errors import ExecutionError, JobError, OutputError, PiperWarning
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint import commits, saved_run
 from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.checkpoint.settings import complete_checkpoints
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.report import StepRecord
-from piper_runtime.rank.optimizer import RankOptimizer
-from piper_runtime.rank.optimizer_calls import advance
+from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.rank.optimizers.optimizer import RankOptimizer
+from piper_runtime.rank.optimizers.optimizer_calls import advance
 from piper_runtime.weights.marker import MARKER
 
 Named = list[tuple[str, nn.Parameter]]
@@ -112,7 +112,7 @@ def test_control_a_schedule_or_a_seed_that_is_off_by_one_is_seen(tmp_path: Path,
         m.setattr(RankOptimizer, "__init__", lambda self, *a: made(self, *a[:-1], a[-1] - 1))
         assert not same(whole, run(plan, job, steps=3, resume=resume))
     with monkeypatch.context() as m:
-        from piper_runtime.rank import rng
+        from piper_runtime.rank.values import rng
 
         seed = rng.rng_seed
         m.setattr(rng, "rng_seed", lambda s, step, *more: seed(s, step - 1, *more))

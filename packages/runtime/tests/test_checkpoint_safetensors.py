@@ -10,7 +10,7 @@ import torch
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
-from piper_ir.errors import FormatError, JobError, OutputError
+from piper_ir.ground.errors import FormatError, JobError, OutputError
 from piper_runtime import Checkpoints
 from piper_runtime.checkpoint.converting import convert
 from piper_runtime.checkpoint.safetensors_export import ToWrite, write_safetensors

@@ -16,13 +16,14 @@ from filelock import FileLock
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE, adamw, batch
 from packages.runtime.tests.kills import Kill, Killer
-from piper_ir.errors import JobError, PiperWarning, RankError
+from piper_ir.ground.errors import JobError, PiperWarning, RankError
 from piper_runtime import Checkpoints, Run, execute
 from piper_runtime.checkpoint import host_snapshots
 from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, copy_states
 from piper_runtime.checkpoint.rank_tensors import FlatState, NamedRange
 from piper_runtime.checkpoint.snapshot_files import CopiedPiece, CopiedTensor
-from piper_runtime.launch import Restart, attempts, survivors
+from piper_runtime.launch import Restart
+from piper_runtime.launch.running import attempts, survivors
 
 NEVER = 1000
 
@@ -196,7 +197,7 @@ def test_without_room_the_run_goes_on_from_checkpoints(tmp_path: Path, monkeypat
 
 def test_a_rank_elsewhere_makes_all_copies_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announce = host_snapshots.announce
-    from piper_runtime.launch import inline_run
+    from piper_runtime.launch.running import inline_run
 
     monkeypatch.setattr(inline_run, "announce", lambda rank, options: rank == 0 and announce(rank, options))
     plan, job = chain(pp=1, dp=2, optimizer=adamw)

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from packages.runtime.tests.chains import CODE, chain, run
-from piper_ir.errors import JobError
-from piper_runtime.launch.request import make_requests
-from piper_runtime.launch.run_options import RunOptions
-from piper_runtime.rank.evaluation import Evaluation
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.shipping import Parcel, pack
+from piper_ir.ground.errors import JobError
+from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.rank.binding.evaluation import Evaluation
+from piper_runtime.rank.job.job import materialize
+from piper_runtime.rank.sending.shipping import Parcel, pack
 
 NAME = "weather_data"
 SOURCE = """

@@ -13,8 +13,8 @@ import numpy
 import pytest
 import torch
 
-from piper_ir.errors import JobError
-from piper_runtime.rank.shipping import Parcel, pack
+from piper_ir.ground.errors import JobError
+from piper_runtime.rank.sending.shipping import Parcel, pack
 
 
 def opened(parcel: Parcel) -> Any:

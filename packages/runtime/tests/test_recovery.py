@@ -15,15 +15,15 @@ import torch
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.chains import run as run_with_gradients
 from packages.runtime.tests.handmade import CODE, adamw, batch
-from piper_ir.errors import ExecutionError, HangError, JobError, NonFiniteLossError, PiperWarning, RankError
+from piper_ir.ground.errors import ExecutionError, HangError, JobError, NonFiniteLossError, PiperWarning, RankError
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint import rank_saver
-from piper_runtime.launch import report
-from piper_runtime.launch.attempts import workers_of
-from piper_runtime.launch.beginning import under_torchrun
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.recovery import Recovery, RecoveryOptions, Restart
-from piper_runtime.launch.report import StepRecord
+from piper_runtime.launch.ground import report
+from piper_runtime.launch.ground.recovery import Recovery, RecoveryOptions, Restart
+from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.launch.running.attempts import workers_of
+from piper_runtime.launch.running.beginning import under_torchrun
 
 AGAIN = r"the run goes on with step"
 
@@ -77,7 +77,7 @@ def test_a_run_that_was_started_again_has_the_bits_of_one_that_was_not(
 
 
 def test_control_a_run_that_goes_on_with_another_state_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from piper_runtime.launch import inline_run
+    from piper_runtime.launch.running import inline_run
 
     plan, job = chain(optimizer=adamw)
     monkeypatch.setattr(inline_run, "restore", lambda rank, state: None)

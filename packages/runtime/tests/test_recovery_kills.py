@@ -15,10 +15,10 @@ from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE, adamw
 from packages.runtime.tests.instants import descendants, pids_alive, server_pid
 from packages.runtime.tests.kills import COPYING, Kill, Killer, random_kills, read_all
-from piper_ir.errors import PiperWarning
+from piper_ir.ground.errors import PiperWarning
 from piper_runtime import Checkpoints, Run, execute
 from piper_runtime.launch import Pool, Restart
-from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
+from piper_runtime.launch.running.survivors import IN_MEMORY, PREFIX
 
 TOLERANCE = 1e-9
 PLANS = {

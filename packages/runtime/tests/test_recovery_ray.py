@@ -17,13 +17,13 @@ from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE, adamw, batch
 from packages.runtime.tests.instants import pids_alive
 from packages.runtime.tests.kills import read_all
-from piper_ir.errors import PiperWarning
+from piper_ir.ground.errors import PiperWarning
 from piper_runtime import Checkpoints, execute
-from piper_runtime.launch import ray_placement
-from piper_runtime.launch.ray_launcher import RayPool
-from piper_runtime.launch.ray_placement import RankHost, SpareRoom, await_room, free_ranks
-from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
-from piper_runtime.rank import device
+from piper_runtime.launch.ray import ray_placement
+from piper_runtime.launch.ray.ray_launcher import RayPool
+from piper_runtime.launch.ray.ray_placement import RankHost, SpareRoom, await_room, free_ranks
+from piper_runtime.launch.running.survivors import IN_MEMORY, PREFIX
+from piper_runtime.rank.values import device
 
 
 def killed_in(step: int, folder: Path) -> Callable[[int, range], Any]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from piper_runtime.rank.allocator import keep_freed_memory
+from piper_runtime.rank.values.allocator import keep_freed_memory
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -34,7 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize("kept", [True, False])
 def test_memory_that_was_freed_is_used_again(kept: bool) -> None:
     """The third time no page is new; without the setting all 8192 are."""
-    import piper_runtime.rank.allocator as module
+    import piper_runtime.rank.values.allocator as module
 
     said = subprocess.run(
         [sys.executable, "-S", "-c", PROGRAM, str(module.__file__) if kept else ""], capture_output=True, text=True, check=True

@@ -7,12 +7,12 @@ import torch
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
-from piper_ir.errors import FormatError
+from piper_ir.ground.errors import FormatError
 from piper_runtime import rng_seed
-from piper_runtime.rank.code import LoadedSteps, ShippedCode, load_step, used_code
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.binding.rank import Rank
+from piper_runtime.rank.binding.rank_state import RankJob
+from piper_runtime.rank.job.job import materialize
+from piper_runtime.rank.values.code import LoadedSteps, ShippedCode, load_step, used_code
 
 
 def test_source_and_constants_make_a_function_whose_lines_show_in_tracebacks() -> None:

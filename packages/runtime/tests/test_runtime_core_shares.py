@@ -22,9 +22,9 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
 from piper_runtime.engine import core_shares as module
 from piper_runtime.engine.core_shares import core_share, core_sharers
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.worker import WorkerContext
-from piper_runtime.rank.device import CPU
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.launch.worker.worker import WorkerContext
+from piper_runtime.rank.values.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not let a process choose its cores")

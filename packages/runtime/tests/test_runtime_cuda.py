@@ -15,28 +15,28 @@ import torch.distributed as dist
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.fake_device import HostDevice, Machine
 from packages.runtime.tests.handmade import CODE, adamw, batch
-from piper_ir.errors import ExecutionError, NonFiniteLossError, PlanError
-from piper_ir.ops import Update
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.ground.errors import ExecutionError, NonFiniteLossError, PlanError
+from piper_ir.plan.plan import COMPUTE, Plan
+from piper_ir.program.ops import Update
 from piper_ir.verify import verify
 from piper_runtime import Job, Run
 from piper_runtime.engine.cuda_streams import CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
-from piper_runtime.launch.attempts import Attempts
-from piper_runtime.launch.beginning import Beginning
-from piper_runtime.launch.inline_run import rank_job
-from piper_runtime.launch.recovery import Recovery, RecoveryOptions
-from piper_runtime.launch.report import RankReport
-from piper_runtime.launch.run_options import RunOptions
-from piper_runtime.launch.survivors import Survivors
-from piper_runtime.rank.device import CPU, LateNumbers, using
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
-from piper_runtime.rank.update_scale import device_scale, gradient_scale
+from piper_runtime.launch.ground.recovery import Recovery, RecoveryOptions
+from piper_runtime.launch.ground.report import RankReport
+from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.launch.running.attempts import Attempts
+from piper_runtime.launch.running.beginning import Beginning
+from piper_runtime.launch.running.inline_run import rank_job
+from piper_runtime.launch.running.survivors import Survivors
+from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.binding.update_scale import device_scale, gradient_scale
+from piper_runtime.rank.job.job import materialize
+from piper_runtime.rank.values.device import CPU, LateNumbers, using
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.staging import StagedCommunicators
-from tests import collective_model, collective_plans
+from tests.helpers import collective_model, collective_plans
 
 STEPS = 2
 SEEDS = 24

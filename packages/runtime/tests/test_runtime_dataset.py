@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import WIDTH
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.data import DatasetBatch, Permutation, from_dataset
-from piper_runtime.rank.batches import microbatch_rows
+from piper_runtime.rank.batches.batches import microbatch_rows
 
 N, ROWS = 21, 8
 """Samples, and rows per step: neither divides the other, so that two of three steps lie in two epochs or more."""

@@ -1,4 +1,6 @@
-"""Emulation without processes: what sleeps how long, on a clock that the test owns. tests/test_emulation.py has the real one."""
+"""Emulation without processes: what sleeps how long, on a clock that the test owns.
+
+tests/predictions/test_emulation.py has the real one."""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from unittest.mock import Mock
 import pytest
 
 from packages.runtime.tests.chains import chain
-from piper_ir.errors import JobError
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.ground.errors import JobError
+from piper_ir.plan.plan import COMPUTE, Plan
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
-from piper_runtime.launch import timed_rank
-from piper_runtime.launch.emulation import Durations, emulate, time_scale
-from piper_runtime.launch.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, EmulationRequest, TimedRank
-from piper_runtime.rank.rank import Rank
+from piper_runtime.launch.processes.emulation import Durations, emulate, time_scale
+from piper_runtime.launch.worker import timed_rank
+from piper_runtime.launch.worker.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, EmulationRequest, TimedRank
+from piper_runtime.rank.binding.rank import Rank
 
 
 @dataclass

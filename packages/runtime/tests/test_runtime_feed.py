@@ -7,8 +7,8 @@ import torch
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import WIDTH
-from piper_ir.errors import JobError
-from piper_runtime.rank.feed import Feed
+from piper_ir.ground.errors import JobError
+from piper_runtime.rank.batches.feed import Feed
 
 INPUTS, TARGETS = torch.zeros(2, WIDTH, dtype=torch.float64), torch.zeros(2, WIDTH, dtype=torch.float64)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package_folders import Package
+from tests.helpers.package_folders import Package
 
 RUNTIME = Package("piper_runtime", "runtime")
 
@@ -21,7 +21,7 @@ def test_a_folder_of_the_runtime_imports_what_it_says(folder: str) -> None:
 
 
 def test_a_forbidden_import_in_the_runtime_is_found() -> None:
-    wrong = {Path("x.py"): ["piper_runtime.launch.run", "piper_runtime", "piper_runtime.rank.job"]}
+    wrong = {Path("x.py"): ["piper_runtime.launch.running.run", "piper_runtime", "piper_runtime.rank.job.job"]}
     assert len(RUNTIME.violations("engine", wrong)) == 2
 
 

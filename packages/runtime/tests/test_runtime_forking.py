@@ -20,9 +20,9 @@ import torch
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
 from packages.runtime.tests.instants import pids_alive, server_pid
-from piper_ir.errors import ExecutionError
-from piper_runtime.launch import forking
-from piper_runtime.launch.processes import Pool
+from piper_ir.ground.errors import ExecutionError
+from piper_runtime.launch.processes import forking
+from piper_runtime.launch.processes.processes import Pool
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from piper_ops import Cuts
 from piper_runtime.profile.measured_plans import channels_plan
-from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.transport import gloo
 from piper_runtime.transport.gloo import GlooCommunicators
 

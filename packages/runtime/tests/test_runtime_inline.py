@@ -9,12 +9,12 @@ import torch
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, adamw, batch
-from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.ground.errors import ExecutionError, JobError, NonFiniteLossError
+from piper_ir.plan.plan import COMPUTE, Plan
 from piper_runtime import execute
-from piper_runtime.launch.report import StepRecord
-from piper_runtime.rank.rank import Binder, Rank
-from tests import runtime_faults as faults
+from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.rank.binding.rank import Binder, Rank
+from tests.faults import runtime_faults as faults
 
 CASES: dict[str, dict[str, Any]] = {
     "one rank": dict(pp=1, microbatches=1),
@@ -190,7 +190,7 @@ NEEDS_MORE = (
     *("skip_fold", "dirty_buffer", "stale_gather", "recompute_other_dropout", "recompute_stale"),
 )
 """A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one dtype, no
-states are shared and nothing is recomputed; tests/mutants.py tries these."""
+states are shared and nothing is recomputed; tests/faults/mutants.py tries these."""
 
 
 @pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f not in NEEDS_MORE])

@@ -10,10 +10,10 @@ from torch import nn
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import Chain, chain_job
-from piper_ir.errors import JobError, SelectorError
-from piper_runtime.rank.batches import call_batch, flatten_batch, microbatch_rows
-from piper_runtime.rank.job import Job, initial_state, materialize
-from piper_runtime.rank.precision import Precision
+from piper_ir.ground.errors import JobError, SelectorError
+from piper_runtime.rank.batches.batches import call_batch, flatten_batch, microbatch_rows
+from piper_runtime.rank.job.job import Job, initial_state, materialize
+from piper_runtime.rank.job.precision import Precision
 
 
 @pytest.mark.parametrize(

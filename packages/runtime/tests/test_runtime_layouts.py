@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.layout import DimPart, Layout, whole_shape
-from piper_ir.mesh import Mesh
+from piper_ir.ground.mesh import Mesh
+from piper_ir.program.layout import DimPart, Layout, whole_shape
 from piper_runtime.rank import materialize
-from piper_runtime.rank.layouts import OwnParts, part_of, runs, whole_of
+from piper_runtime.rank.values.layouts import OwnParts, part_of, runs, whole_of
 from piper_runtime.weights import LazyTensors
-from tests.safetensors_writer import write_safetensors
-from tests.seeded_models import unusual_job
+from tests.helpers.safetensors_writer import write_safetensors
+from tests.helpers.seeded_models import unusual_job
 
 MESH = Mesh(tp=2, cp=3, dp=2)
 

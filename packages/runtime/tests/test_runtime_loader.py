@@ -14,18 +14,18 @@ import torch
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, batch
-from piper_ir.errors import JobError
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import JobError
+from piper_ir.plan.plan import Plan
 from piper_runtime import Job
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import MemoryPoint
-from piper_runtime.launch.inline_run import rank_job
-from piper_runtime.launch.report import measured_counter
-from piper_runtime.rank import loader_thread
-from piper_runtime.rank.feed import Feed
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.scalars import step_loss
+from piper_runtime.launch.ground.report import measured_counter
+from piper_runtime.launch.running.inline_run import rank_job
+from piper_runtime.rank.batches import loader_thread
+from piper_runtime.rank.batches.feed import Feed
+from piper_runtime.rank.binding.rank import Rank
+from piper_runtime.rank.job.job import materialize
+from piper_runtime.rank.values.scalars import step_loss
 
 NAP_S = 0.003
 LOADER_THREAD = "piper loader"

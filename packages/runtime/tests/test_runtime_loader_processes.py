@@ -19,12 +19,12 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import batch
 from packages.runtime.tests.instants import pids_alive
 from packages.runtime.tests.test_runtime_loader import drawing, fed, same, slow
-from piper_ir.errors import ExecutionError, JobError
+from piper_ir.ground.errors import ExecutionError, JobError
 from piper_runtime.data import from_stream
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.ray_launcher import RayPool
-from piper_runtime.rank.batch_call import batch_call
-from piper_runtime.rank.loader_process import LoaderProcesses, _raised
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.launch.ray.ray_launcher import RayPool
+from piper_runtime.rank.batches.batch_call import batch_call
+from piper_runtime.rank.batches.loader_process import LoaderProcesses, _raised
 
 LAST_S = 20.0
 """The longest time for processes to notice that their rank has ended, on a busy machine."""

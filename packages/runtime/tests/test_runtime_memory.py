@@ -8,10 +8,10 @@ import torch
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import CODE, adamw
-from piper_ir.plan import COMPUTE, Plan, RolePlan
+from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
 from piper_runtime import execute
 from piper_runtime.engine.memory import MemoryCounter
-from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank.values.code import ShippedCode
 
 
 def test_the_counter_sees_what_lives_and_forgets_what_died() -> None:

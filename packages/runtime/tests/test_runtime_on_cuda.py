@@ -18,14 +18,14 @@ from packages.runtime.tests.chains import chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
 from packages.runtime.tests.instants import pids_alive
 from packages.runtime.tests.test_runtime_cuda import CASES
-from piper_ir.errors import ExecutionError, NonFiniteLossError
-from piper_ir.plan import COMPUTE
+from piper_ir.ground.errors import ExecutionError, NonFiniteLossError
+from piper_ir.plan.plan import COMPUTE
 from piper_runtime.engine.memory import AllocatorCounter
-from piper_runtime.launch.processes import Pool
-from piper_runtime.rank.device import NO_CUDA, LateNumbers, using
-from piper_runtime.rank.feed import upload
-from piper_runtime.rank.rank import BoundComm
-from piper_runtime.rank.rng import generator
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.rank.batches.feed import upload
+from piper_runtime.rank.binding.rank import BoundComm
+from piper_runtime.rank.values.device import NO_CUDA, LateNumbers, using
+from piper_runtime.rank.values.rng import generator
 from piper_runtime.transport import transport
 from piper_runtime.transport.gloo import GlooCommunicators
 
@@ -139,7 +139,7 @@ def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, name: str) -
                 live += values(instr.allocs_after) - values(instr.frees_before)
                 live += sum(values(p.writes) - values(p.frees) for p in instr.parts)
                 assert points[index].after - record.states == live, f"rank {rank}, {instr.name}"
-        # Temporaries of the code by hand are in no plan; tests/test_cuda.py compares the peaks of generated code.
+        # Temporaries of the code by hand are in no plan; tests/runs/test_cuda.py compares the peaks of generated code.
         assert record.peak == max(p.within for p in record.points) >= max(p.after for p in record.points)
 
 

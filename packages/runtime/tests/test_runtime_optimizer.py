@@ -8,13 +8,13 @@ from torch import nn
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, WIDTH, adamw, chain_job, chain_program, sgd
-from piper_ir.errors import JobError
-from piper_ir.ops import Update
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.optimizer_groups import optimizer_spec
-from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import RankJob
-from piper_runtime.rank.update_scale import gradient_scale
+from piper_ir.ground.errors import JobError
+from piper_ir.program.ops import Update
+from piper_runtime.rank.binding.rank import Rank
+from piper_runtime.rank.binding.rank_state import RankJob
+from piper_runtime.rank.binding.update_scale import gradient_scale
+from piper_runtime.rank.job.job import materialize
+from piper_runtime.rank.optimizers.optimizer_groups import optimizer_spec
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -20,12 +20,12 @@ import torch
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
 from packages.runtime.tests.instants import KINDS, named_and_ended
-from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.report import Interrupted, StepRecord
-from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
-from piper_runtime.rank.code import ShippedCode, missing_operators
-from piper_runtime.rank.shipping import RECIPE_MARK, pack
+from piper_ir.ground.errors import ExecutionError, JobError, NonFiniteLossError
+from piper_runtime.launch.ground.report import Interrupted, StepRecord
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.launch.running.survivors import IN_MEMORY, PREFIX
+from piper_runtime.rank.sending.shipping import RECIPE_MARK, pack
+from piper_runtime.rank.values.code import ShippedCode, missing_operators
 
 TIMEOUT_S = 4.0
 
@@ -204,10 +204,10 @@ ORPHAN = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
-from piper_runtime.rank.code import ShippedCode, missing_operators
+from piper_runtime.rank.values.code import ShippedCode, missing_operators
 from piper_runtime import Checkpoints
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.survivors import IN_MEMORY, PREFIX
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.launch.running.survivors import IN_MEMORY, PREFIX
 plan, job = chain(pp=1)
 pool = Pool(1)
 run(plan, job, launcher="processes", pool=pool)

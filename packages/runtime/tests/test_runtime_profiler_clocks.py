@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piper_ir.trace import BUSY_MACHINE
+from piper_ir.ground.trace import BUSY_MACHINE
 from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
-from piper_runtime.launch.attempts import busy_note
-from piper_runtime.launch.report import RankReport
+from piper_runtime.launch.ground.report import RankReport
+from piper_runtime.launch.running.attempts import busy_note
 from piper_runtime.profile import device_clocks
 from piper_runtime.profile.device_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
 from piper_runtime.profile.measure_messages import BLOCK_BYTES, ISSUE_S, Messages, block_length
-from piper_runtime.rank.device import CPU
+from piper_runtime.rank.values.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
 
 

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
-from piper_ir.mesh import Mesh
-from piper_ir.ops import COMM
-from piper_ir.plan_bytes import PlanBytes
-from piper_ops import packed
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.program.ops import COMM
+from piper_ops.experts import packed
 from piper_runtime.launch import rank_job
 from piper_runtime.profile import measure_messages, profiler
 from piper_runtime.profile.device_clocks import HostClock
 from piper_runtime.profile.measure_messages import MOST_BETWEEN, Messages
 from piper_runtime.rank import Rank, materialize
-from piper_runtime.rank.device import CPU
+from piper_runtime.rank.values.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
 
 BYTES = (256, 4 * MOST_BETWEEN, 256, MOST_BETWEEN)

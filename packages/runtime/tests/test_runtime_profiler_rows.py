@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 import torch
 
-from piper_ir.plan import Plan
-from piper_ops.packed import Cuts
+from piper_ir.plan.plan import Plan
+from piper_ops.experts.packed import Cuts
 from piper_runtime.profile.profiler import _copied
 
 

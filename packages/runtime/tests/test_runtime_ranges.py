@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import batch
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_runtime.engine.ranges import ranged
-from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.processes.processes import Pool
 
 RESULT = "PIPER_TEST_RANGES"
 

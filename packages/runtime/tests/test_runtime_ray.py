@@ -23,17 +23,17 @@ import torch
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw
 from packages.runtime.tests.instants import KINDS, descendants, named_and_ended, pids_alive
-from piper_ir.errors import ExecutionError
+from piper_ir.ground.errors import ExecutionError
 from piper_runtime import Checkpoints
 from piper_runtime.checkpoint.settings import complete_checkpoints
-from piper_runtime.launch import ray_cluster, ray_placement
-from piper_runtime.launch.ray_actor import pack, unpack
-from piper_runtime.launch.ray_cluster import connect
-from piper_runtime.launch.ray_launcher import RayPool, _variables, gpus_per_rank
-from piper_runtime.launch.report import StepRecord
-from piper_runtime.launch.request import make_requests
-from piper_runtime.launch.run_options import RunOptions
-from piper_runtime.rank import device
+from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.launch.ray import ray_cluster, ray_placement
+from piper_runtime.launch.ray.ray_actor import pack, unpack
+from piper_runtime.launch.ray.ray_cluster import connect
+from piper_runtime.launch.ray.ray_launcher import RayPool, _variables, gpus_per_rank
+from piper_runtime.rank.values import device
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.Mon
 
 def test_a_request_survives_the_journey() -> None:
     plan, job = chain(pp=2)
-    from piper_runtime.rank.job import materialize
+    from piper_runtime.rank.job.job import materialize
 
     requests = make_requests(plan, {**_code()}, job, materialize(job), RunOptions(steps=1))
     packed = [pack(requests[r]) for r in (0, 1)]
@@ -142,7 +142,7 @@ ALONE = """
 import sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
-from piper_runtime.launch.ray_launcher import RayPool, _variables, gpus_per_rank
+from piper_runtime.launch.ray.ray_launcher import RayPool, _variables, gpus_per_rank
 plan, job = chain(pp={ranks})
 with RayPool({ranks}, cluster="local") as pool:
     run(plan, job, launcher="ray", pool=pool)
@@ -181,7 +181,7 @@ sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.instants import descendants
 from pathlib import Path
-from piper_ir.errors import ExecutionError
+from piper_ir.ground.errors import ExecutionError
 plan, job = chain(pp={ranks})
 def fell(step):
     if step.step == 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.weights import HeldTensor, Into, RenameTarget, TensorForm, matched, placed, rename_problem
 from piper_runtime.weights.renaming import PlacedTensor
 

@@ -3,7 +3,7 @@
 import pytest
 
 from packages.runtime.tests.chains import chain, run
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])

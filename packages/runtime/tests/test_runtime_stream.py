@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import piper
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import WIDTH
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.data import StreamBatch, from_stream
 from piper_runtime.data.from_stream import ShardLayout
 

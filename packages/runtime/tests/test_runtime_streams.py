@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from piper_ir.errors import ExecutionError
-from piper_ir.ops import Collective, Recv, Send
-from piper_ir.plan import COMPUTE, Instr, Part
+from piper_ir.ground.errors import ExecutionError
+from piper_ir.plan.plan import COMPUTE, Instr, Part
+from piper_ir.program.ops import Collective, Recv, Send
 from piper_runtime.engine.engine import Engine, PeerError
 from piper_runtime.engine.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, BoundInstr, own_waits
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, own_waits
 from piper_runtime.transport.gloo import void
 
 

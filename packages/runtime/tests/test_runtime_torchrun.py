@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import adamw
-from piper_ir.errors import ExecutionError, HangError, JobError, RankError
+from piper_ir.ground.errors import ExecutionError, HangError, JobError, RankError
 from piper_runtime.checkpoint.settings import complete_checkpoints
-from piper_runtime.launch import torchrun
-from piper_runtime.launch.command_lines import launch_sections, launch_text
-from piper_runtime.launch.mail import Mail, Patient
-from piper_runtime.launch.protocol import Failure
+from piper_runtime.launch.ground.protocol import Failure
+from piper_runtime.launch.torchrun import torchrun
+from piper_runtime.launch.torchrun.command_lines import launch_sections, launch_text
+from piper_runtime.launch.worker.mail import Mail, Patient
 from piper_runtime.transport.gloo import GlooCommunicators
 
 FILE = """

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piper_ir.errors import ExecutionError
+from piper_ir.ground.errors import ExecutionError
 from piper_ops import Cuts
 from piper_runtime.profile.measured_plans import channels_plan
-from piper_runtime.rank.device import CPU, choose_device
-from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.binding.rank import BoundComm
+from piper_runtime.rank.values.device import CPU, choose_device
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import piper_runtime.launch.watch
+import piper_runtime.launch.ground.watch
 from packages.runtime.tests.chains import chain, run
-from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
-from piper_ir.plan import COMPUTE
+from piper_ir.ground.errors import ExecutionError, HangError, NonFiniteLossError
+from piper_ir.plan.plan import COMPUTE
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.engine.streams import (
     EVALUATES,
@@ -29,12 +29,12 @@ from piper_runtime.engine.streams import (
     WAITING,
     CpuStreams,
 )
-from piper_runtime.launch.environment import check_environments, environment
-from piper_runtime.launch.processes import _Team
-from piper_runtime.launch.progress import Progress
-from piper_runtime.launch.protocol import Failure
-from piper_runtime.launch.report import RankReport, StepDone, StepRecord, aligned
-from piper_runtime.launch.watch import Watch
+from piper_runtime.launch.ground.environment import check_environments, environment
+from piper_runtime.launch.ground.progress import Progress
+from piper_runtime.launch.ground.protocol import Failure
+from piper_runtime.launch.ground.report import RankReport, StepDone, StepRecord, aligned
+from piper_runtime.launch.ground.watch import Watch
+from piper_runtime.launch.processes.processes import _Team
 
 
 def done(step: int, finished: float, loss: float = 1.0) -> StepDone:
@@ -156,7 +156,7 @@ def test_a_machine_that_has_fallen_silent_is_named_first() -> None:
 
 
 def test_a_cause_that_comes_late_is_blamed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper_runtime.launch.watch, "LINGER_S", 0.0)
+    monkeypatch.setattr(piper_runtime.launch.ground.watch, "LINGER_S", 0.0)
     victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
     watched = watch([], heart(), heart(2, 3))
     said: Iterator[list[tuple[int, Any]]] = iter([[(0, victim)], [], [], [(1, None)]])

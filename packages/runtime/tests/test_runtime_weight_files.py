@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.weights import safetensors_file as module
 from piper_runtime.weights import stored_tensors
 from piper_runtime.weights.safetensors_file import STORED_DTYPES, read_header, runs
-from tests.safetensors_writer import header_of, write_folder, write_safetensors
+from tests.helpers.safetensors_writer import header_of, write_folder, write_safetensors
 
 
 def tensors() -> dict[str, Tensor]:

@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
-from piper_ir.errors import ExecutionError
+from piper_ir.ground.errors import ExecutionError
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
-from piper_runtime.launch import mail as mailing
-from piper_runtime.launch import torchrun, wire
-from piper_runtime.launch.mail import Mail, Patient
-from piper_runtime.launch.protocol import Failure
-from piper_runtime.launch.report import RankReport, StepDone
-from piper_runtime.launch.timed_rank import EmulationReport
+from piper_runtime.launch.ground.protocol import Failure
+from piper_runtime.launch.ground.report import RankReport, StepDone
+from piper_runtime.launch.torchrun import torchrun
+from piper_runtime.launch.worker import mail as mailing
+from piper_runtime.launch.worker import wire
+from piper_runtime.launch.worker.mail import Mail, Patient
+from piper_runtime.launch.worker.timed_rank import EmulationReport
 from piper_runtime.profile.measure_messages import MessageSample
 from piper_runtime.profile.profiler import ProfileReport
 from piper_runtime.weights.dcp_tensors import SavedBox

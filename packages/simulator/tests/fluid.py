@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from piper_ir.timing import Prepared
+from piper_ir.fold.timing import Prepared
 from piper_simulator.contention.rates import Flow
 
 EPS = 1e-12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packages.simulator.tests.toys import changed, toy
-from piper_ir.errors import ClusterError
+from piper_ir.ground.errors import ClusterError
 from piper_simulator import SlowLink, load_cluster
 from piper_simulator.cluster.checks import KeyPath
 from piper_simulator.cluster.cluster_file import SCHEMA, read_cluster

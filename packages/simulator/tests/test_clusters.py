@@ -3,7 +3,7 @@
 import pytest
 
 from packages.simulator.tests.toys import changed
-from piper_ir.errors import ClusterError
+from piper_ir.ground.errors import ClusterError
 from piper_simulator import SlowLink, cpu_local, load_cluster
 from piper_simulator.cluster.named import DEVICES, product_cluster
 

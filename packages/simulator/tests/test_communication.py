@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from packages.simulator.tests.toys import changed
-from piper_ir.costs import CommDuration, Duration
+from piper_ir.program.costs import CommDuration, Duration
 from piper_simulator import Cluster, SlowLink, load_cluster
 from piper_simulator.cluster import nccl
 from piper_simulator.cluster.nccl import LL, LL128, SIMPLE, Nccl, Ranks

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import beside, changed, toy
-from piper_ir import steady_state
-from piper_ir.errors import ClusterError
-from piper_ir.ops import Recv, Send
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Cost, Kernel
-from piper_ir.timing import Times, prepare, sweep
+from piper_ir.fold import steady_state
+from piper_ir.fold.timing import Times, prepare, sweep
+from piper_ir.ground.errors import ClusterError
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Recv, Send
+from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, Simulation, SlowLink, simulate
 from piper_simulator.contention.flows import Wiring, message_flows, passes, slows_anything, wiring
 from piper_simulator.contention.rates import Flow, fair_rates
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.device_model import Work
 from piper_simulator.times import engine
-from tests.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_plan
 
 TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
 """1 FLOP/s, 1000 bytes/s of memory, 10 bytes/s per port and 2 per NIC, without latency."""

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.fluid import Fluid, Rates, water_levels
 from packages.simulator.tests.toys import toy
-from piper_ir.ops import COMM, message_op
-from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times, prepare
+from piper_ir.fold.timing import Prepared, Times, prepare
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import COMM, message_op
 from piper_simulator.contention.flows import Resource, Wiring, message_flows, route, wiring
 from piper_simulator.contention.rates import Flow, fair_rates
 from piper_simulator.durations.device_model import Work
 from piper_simulator.durations.instances import instances
 from piper_simulator.times import engine
-from tests.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_plan
 
 
 def random_demands(prepared: Prepared, durations: list[float], rng: Random) -> list[Flow]:

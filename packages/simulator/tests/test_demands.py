@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import changed, toy
-from piper_ir.errors import ClusterError
-from piper_ir.plan import Channel, Plan
-from piper_ir.timing import IssueOrder, prepare, prepare_orders
+from piper_ir.fold.timing import IssueOrder, prepare, prepare_orders
+from piper_ir.ground.errors import ClusterError
+from piper_ir.plan.plan import Channel, Plan
 from piper_simulator import Cluster
 from piper_simulator.contention.demands import Message, demands
 from piper_simulator.contention.flows import message_flows, route, wiring
@@ -18,7 +18,7 @@ from piper_simulator.contention.rates import fair_rates
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.device_model import Work
 from piper_simulator.times import engine
-from tests.random_plans import PlanBuilder
+from tests.helpers.random_plans import PlanBuilder
 
 TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=4, nodes=2, sms=100)
 """10 bytes/s per port and 2 per NIC, 1000 of memory, without latency."""

@@ -8,9 +8,9 @@ import pytest
 
 from packages.simulator.tests.test_simulation import two_devices
 from packages.simulator.tests.toys import changed
-from piper_ir.costs import AllocatorCosts
-from piper_ir.memory import with_peaks
-from piper_ir.plan import COMPUTE, Plan, State
+from piper_ir.fold.memory import with_peaks
+from piper_ir.plan.plan import COMPUTE, Plan, State
+from piper_ir.program.costs import AllocatorCosts
 from piper_simulator import load_cluster, simulate
 from piper_simulator.cluster.named import DEVICES
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from piper_ir.program import Cost, Kernel
+from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.durations.eager_launches import SLICE, Launched, launched_by_torch
 from piper_simulator.durations.kernels import by_kind, launch_count, launched, step_seconds
@@ -33,7 +33,9 @@ def test_cross_entropy_goes_over_float32_copies() -> None:
 
 
 def test_a_part_of_a_vocabulary_is_looked_for_by_small_kernels() -> None:
-    """As torch's dispatcher counts them in `piper_ops.vocabulary`: 33 of the loss's part and 32 of its gradient, for one slice
+    """As torch's dispatcher counts them in `piper_ops.pointwise.vocabulary`.
+
+    It counts 33 of the loss's part and 32 of its gradient, for one slice
     in float32, and for two in bfloat16 43 and 36."""
     parts = [replace(k, op=f"cross_entropy_part{end}") for k, end in ((FORWARD, ""), (GRADIENT, "_dgrad"))]
     one = [replace(k, dims=(64, 100), dtype="float32") for k in parts]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.timing import prepare, sweep
+from piper_ir.fold.timing import prepare, sweep
 from piper_simulator.times.engine import run_engine
-from tests.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_plan
 
 
 @given(seed=st.integers(0, 1 << 30), issue=st.sampled_from([0.0, 0.13, 1.0]), steps=st.integers(1, 3))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from piper_ir.errors import PlanError
+from piper_ir.ground.errors import PlanError
 from piper_simulator import DeviceModel, Zipf, simulate
 from piper_simulator.durations.checked import under_load
 from piper_simulator.durations.expert_loads import Mixture, drawn, load_of, mixture_of
 from piper_simulator.durations.expert_work import EVEN
-from tests.random_plans import PlanBuilder
+from tests.helpers.random_plans import PlanBuilder
 
 MIXTURE = Mixture(experts=8, ranks=4, choices=4096, tokens=2048, padded=True)
 

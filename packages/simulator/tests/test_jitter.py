@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import changed, toy
-from piper_ir.errors import PlanError
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import PlanError
+from piper_ir.plan.plan import Plan
 from piper_simulator import Cluster, simulate
 from piper_simulator.times import jitter
 from piper_simulator.times.jitter import Distribution
-from tests.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_plan
 
 FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8)
 

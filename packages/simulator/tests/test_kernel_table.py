@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from piper_ir.errors import ClusterError
-from piper_ir.program import Cost, Kernel
+from piper_ir.ground.errors import ClusterError
+from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.cluster.kernel_table import Found, KernelDuration, KernelTable
 from piper_simulator.durations.kernels import by_kind, kernel_seconds, launched, step_took

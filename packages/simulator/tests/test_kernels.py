@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from piper_ir.errors import ClusterError
-from piper_ir.program import Cost, Kernel
+from piper_ir.ground.errors import ClusterError
+from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.cluster.stacks import STACKS, read_stacks
 from piper_simulator.durations.kernels import by_kind, filled, launched, memory_fraction, plain, step_seconds

@@ -6,15 +6,15 @@ import pytest
 
 from packages.simulator.tests.toys import beside, changed
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.costs import Costs, Duration, Origin
-from piper_ir.errors import ClusterError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Cost, Kernel
+from piper_ir.ground.errors import ClusterError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs, Duration, Origin
+from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, DeviceModel, SlowLink, load_cluster, simulate, why
 from piper_simulator.durations.communication import by_formula, duration, rank_group
 from piper_simulator.explanation.whatif import cluster_constants
-from tests.random_plans import PlanBuilder
+from tests.helpers.random_plans import PlanBuilder
 
 MIXED = load_cluster("a100x4+h100x4*2")
 A100, H100 = load_cluster("a100x4"), load_cluster("h100x4*2")

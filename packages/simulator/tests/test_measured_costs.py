@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from packages.simulator.tests.toys import changed
-from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
-from piper_ir.errors import ClusterError
-from piper_ir.ops import Load
-from piper_ir.plan import Part, Plan, Value
-from piper_ir.program import Cost, Kernel
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.errors import ClusterError
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Part, Plan, Value
+from piper_ir.program.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
+from piper_ir.program.ops import Load
+from piper_ir.program.program import Cost, Kernel
 from piper_ir.tools import machine_name
 from piper_simulator import Cluster, Simulation, cpu_local, load_cluster, simulate
-from tests.random_plans import PlanBuilder
+from tests.helpers.random_plans import PlanBuilder
 
 CPU = cpu_local(matmul_flops=1e3, memory_bandwidth=1e3, link_bandwidth=1e3, link_latency=0.25, launch_s=0.0, host_issue_s=0.0)
 ORIGIN = Origin(machine_name(), "cpu-local", "gloo", "processes", 2, 1, "3.11", "2.13", "key", "2026-01-01", 7)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from piper_ir.errors import PlanError
+from piper_ir.ground.errors import PlanError
 from piper_simulator.durations.expert_loads import Mixture, load_of
 
 MIXTURE = Mixture(experts=8, ranks=4, choices=4096, tokens=2048, padded=True)

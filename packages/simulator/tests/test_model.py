@@ -6,13 +6,13 @@ import pytest
 
 from packages.simulator.tests.toys import changed, toy
 from piper_compiler import Strategy, Training, compile_program, recipes, synthetic
-from piper_ir.costs import CommDuration, Costs, Duration
-from piper_ir.errors import ClusterError
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Collective, Compute, Op, Recv, Send, SquaredNorm, Update
-from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, Value
-from piper_ir.program import Chunk, Cost, Kernel, Signature
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.errors import ClusterError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, Value
+from piper_ir.program.costs import CommDuration, Costs, Duration
+from piper_ir.program.ops import Add, Collective, Compute, Op, Recv, Send, SquaredNorm, Update
+from piper_ir.program.program import Chunk, Cost, Kernel, Signature
 from piper_simulator import Cluster, DeviceModel, SlowLink, model_for
 from piper_simulator.cluster.kernel_table import KernelDuration
 from piper_simulator.cluster.stacks import STACKS

@@ -8,17 +8,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import changed, toy
-from piper_ir.codec import dumps, loads
-from piper_ir.costs import Costs, Duration
-from piper_ir.errors import ClusterError, PlanError
-from piper_ir.intervals import uncovered
-from piper_ir.memory import with_peaks
-from piper_ir.plan import State
-from piper_ir.program import Cost, Input, Kernel, Param
-from piper_ir.sizes import TensorSpec
-from piper_ir.trace import Trace
+from piper_ir.fold.memory import with_peaks
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import ClusterError, PlanError
+from piper_ir.ground.intervals import uncovered
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.ground.trace import Trace
+from piper_ir.plan.plan import State
+from piper_ir.program.costs import Costs, Duration
+from piper_ir.program.program import Cost, Input, Kernel, Param
 from piper_simulator import load_cluster, simulate
-from tests.random_plans import PlanBuilder, given_durations, random_plan
+from tests.helpers.random_plans import PlanBuilder, given_durations, random_plan
 
 
 def two_devices(hop: float = 0.0, dp: int = 1) -> PlanBuilder:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package_folders import Package
+from tests.helpers.package_folders import Package
 
 SIMULATOR = Package("piper_simulator", "simulator")
 

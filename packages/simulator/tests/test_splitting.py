@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import beside, changed, toy
-from piper_ir.mesh import Mesh
-from piper_ir.ops import COMM, Collective
-from piper_ir.plan import Channel, Instr, Plan, RolePlan, Value
-from piper_ir.program import Chunk, Cost, Kernel
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Channel, Instr, Plan, RolePlan, Value
+from piper_ir.program.ops import COMM, Collective
+from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
 from piper_simulator.times.splitting import each_rank, refined, split
-from tests.random_plans import PlanBuilder
+from tests.helpers.random_plans import PlanBuilder
 
 FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
 """1 FLOP/s, 1000 bytes/s of memory, 10 bytes/s per port and 2 per NIC, without latency."""

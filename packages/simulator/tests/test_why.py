@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import changed, toy
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.costs import CommDuration, Costs, Duration
-from piper_ir.errors import ClusterError, PlanError
-from piper_ir.mesh import Mesh
-from piper_ir.plan import Plan, Value
-from piper_ir.program import Cost, Kernel
-from piper_ir.sizes import TensorSpec
-from piper_ir.timing import Times, prepare, sweep
+from piper_ir.fold.timing import Times, prepare, sweep
+from piper_ir.ground.errors import ClusterError, PlanError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Plan, Value
+from piper_ir.program.costs import CommDuration, Costs, Duration
+from piper_ir.program.program import Cost, Kernel
 from piper_simulator import Why, compare, load_cluster, simulate, why
 from piper_simulator.explanation.critical import Chains, PathPiece
 from piper_simulator.explanation.gaps import idle_gaps, time_shares
 from piper_simulator.explanation.whatif import changes, cluster_constants
-from tests.random_plans import PlanBuilder, random_plan
+from tests.helpers.random_plans import PlanBuilder, random_plan
 
 FLAT = toy("flat", {"float32": 100.0}, 1e9, 1 << 30, 2.0, 0.0, 1.0, 0.0, per_node=8)
 Line = tuple[float, float, str]

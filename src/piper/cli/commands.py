@@ -83,7 +83,7 @@ from piper.cli.options import (
     pairs,
     user_errors,
 )
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(checkpoint)
@@ -291,7 +291,7 @@ def explain(
     Example: piper explain examples/gpt_text.py
     """
     with user_errors(locals()):
-        from piper.api.compiling import compile
+        from piper.api.compiling.compiling import compile
         from piper.cli.loading import load_file
         from piper.views.explain import explain as text
         from piper.views.explain import facts
@@ -325,8 +325,8 @@ def show(
     Example: piper show examples/gpt_text.py --png schedule.png; piper show --recipe one_f_one_b --pp 4 --microbatches 8
     """
     with user_errors(locals()):
-        from piper.api.compiling import compile
-        from piper.api.costs_file import load_costs
+        from piper.api.compiling.compiling import compile
+        from piper.api.ground.costs_file import load_costs
         from piper.cli.loading import load_file, load_recipes
         from piper.views.recipe_view import ChunkTimes, arguments, is_table, shown, shown_table
         from piper.views.show import What, show_recipe, show_strategy
@@ -374,7 +374,7 @@ def verify(
     Example: piper verify examples/gpt_text.py
     """
     with user_errors(locals()):
-        from piper.api.verification import verify_strategy
+        from piper.api.reference.verification import verify_strategy
         from piper.cli.loading import load_file
 
         recipe = load_file(file, pairs(params), strategy)

@@ -27,7 +27,7 @@ AGAIN_S = 0.05
 END_S = 5.0
 """The seconds that a command may take to end in order after SIGTERM; batch systems kill after 10 to 30."""
 IN_NATIVE_CODE = ("piper rank", "piper store")
-"""The names of threads that may wait in native code for a peer that is gone (`piper_runtime.launch.torchrun`)."""
+"""The names of threads that may wait in native code for a peer that is gone, as under torchrun."""
 
 
 def hear() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.fixed_trial import FixedTrial
+from piper.api.problems.fixed_trial import FixedTrial
 from piper_compiler import Strategy, load_strategy
-from piper_ir.errors import JobError, PiperError
+from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.tools import user_code
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from piper.api.costs_file import check_costs_path, save_costs
-from piper.api.profiling import profile
+from piper.api.ground.costs_file import check_costs_path, save_costs
+from piper.api.running.profiling import profile
 from piper.cli.loading import JobFile
 from piper.views.costs_table import costs_table
 from piper.views.display import show
-from piper_ir.codec import dumps
+from piper_ir.ground.codec import dumps
 from piper_ir.tools import working
 
 if TYPE_CHECKING:

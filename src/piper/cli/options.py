@@ -16,7 +16,7 @@ import typer
 
 from piper.cli.completion import LAUNCHERS, LOSSES, clusters, one_of, parameters, recipe_names
 from piper.cli.interrupts import INTERRUPTED
-from piper_ir.errors import JobError, PiperError, PiperWarning
+from piper_ir.ground.errors import JobError, PiperError, PiperWarning
 from piper_ir.tools import clear_line, shown_while_working
 
 RUNS, TIMEOUT_S, LOG, LOADER = Path("runs"), 60.0, "jsonl", "thread"

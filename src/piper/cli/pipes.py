@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from piper_ir.errors import OutputError
+from piper_ir.ground.errors import OutputError
 
 
 class OutputStream:

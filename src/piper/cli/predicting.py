@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from piper.api.advice import advice
-from piper.api.capturing import captured_once
-from piper.api.clusters import cluster_named
-from piper.api.compiling import Compiled, compile
-from piper.api.costs_file import load_costs
-from piper.api.origin import save_origin
-from piper.api.results import new_folder, save_explanation, save_plan, save_prediction, save_snapshots
+from piper.api.captures.capturing import captured_once
+from piper.api.compiling.compiling import Compiled, compile
+from piper.api.content.origin import save_origin
+from piper.api.ground.clusters import cluster_named
+from piper.api.ground.costs_file import load_costs
+from piper.api.ground.results import new_folder, save_explanation, save_plan, save_prediction, save_snapshots
+from piper.api.problems.advice import advice
 from piper.cli.loading import JobFile, load_file
 from piper.views.display import show
 from piper.views.distribution_table import distribution_table
@@ -25,8 +25,8 @@ from piper.views.reporting import report_at_end
 from piper.views.why_tables import comparison_tables, why_tables
 from piper_autotune import OneWord
 from piper_compiler import Options, load_strategy
-from piper_ir.costs import Costs
-from piper_ir.errors import JobError, PiperError
+from piper_ir.ground.errors import JobError, PiperError
+from piper_ir.program.costs import Costs
 from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
 from piper_simulator import Cluster, GivenLoad, WhatIf, Why, Zipf, compare, device_type, simulate, why

@@ -10,13 +10,14 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from piper.api.costs_file import load_costs
-from piper.api.metrics import check_logs
+from piper.api.ground.costs_file import load_costs
+from piper.api.running.metrics import check_logs
+from piper.cli.completion import LAUNCHERS
 from piper.cli.loading import JobFile, load_file
 from piper.cli.options import LOADER, LOG, RUNS, TIMEOUT_S, loader_of, pairs
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime import Checkpoints
 from piper_runtime.launch import is_first, launch_sections, launch_text
 
@@ -129,7 +130,7 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     a = arguments
     saved = a.checkpoint is not None or a.every is not None or a.snapshot is not None or a.resume
     recovers = a.restarts or a.on_loss != "restart" or a.spares
-    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or recovers:
+    if a.launcher != LAUNCHERS[0] or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or recovers:
         left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts, --on-loss, --spares and --loader"
         raise JobError(f"--emulate trains nothing: leave out {left}")
     costs = load_costs(a.costs) if a.costs else None

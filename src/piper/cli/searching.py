@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from piper.api import tuning
-from piper.api.costs_file import load_costs
-from piper.api.origin import save_origin
-from piper.api.results import new_folder
+from piper.api.content.origin import save_origin
+from piper.api.ground.costs_file import load_costs
+from piper.api.ground.results import new_folder
+from piper.api.running import tuning
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
 from piper.cli.predicting import load_named
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
 from piper_autotune import OBJECTIVES, Objective, Study
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 if TYPE_CHECKING:
     from piper_runtime.launch import Launcher

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.models.parts import check_multiple, check_sizes, start
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from piper.models.gpt import GPT, GPTConfig
 from piper.models.llama import Llama, LlamaConfig
 from piper.models.moe import MoEConfig
 from piper.models.presets import Config, preset
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.rank import Job, Precision
 
 SEED_STRIDE = 1_000_003

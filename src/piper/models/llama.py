@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from piper.models.parts import Attention, SwiGLU, check_multiple, check_sizes, rotary, start
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 
 @dataclass(frozen=True)

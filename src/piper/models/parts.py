@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 
 def check_sizes(config: object, **sizes: object) -> None:

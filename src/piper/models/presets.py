@@ -1,4 +1,7 @@
-"""Hold sizes of published models; tests/test_models.py compares parameter counts with their authors' figures."""
+"""Hold sizes of published models.
+
+tests/captures/test_models.py compares parameter counts with their authors' figures.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from piper.models.gpt import GPTConfig
 from piper.models.llama import LlamaConfig
 from piper.models.moe import MoEConfig
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 Config = GPTConfig | LlamaConfig
 """The type of the sizes of any of the models."""

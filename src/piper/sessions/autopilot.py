@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.api.capturing import captured_once
-from piper.api.costs_file import save_costs
-from piper.api.fixed_trial import FixedTrial
-from piper.api.profiling import profile
-from piper.api.results import new_folder, unless_empty
-from piper.api.tuning import saved, tune
+from piper.api.captures.capturing import captured_once
+from piper.api.ground.costs_file import save_costs
+from piper.api.ground.results import new_folder, unless_empty
+from piper.api.problems.fixed_trial import FixedTrial
+from piper.api.running.profiling import profile
+from piper.api.running.tuning import saved, tune
 from piper.sessions.training import DEFAULTS, Session, Settings, session
 from piper.views.study_view import bar, show_study
 from piper_compiler import Strategy
-from piper_ir.errors import TuneError
+from piper_ir.ground.errors import TuneError
 from piper_ir.tools import shown_while_working, working
 from piper_simulator import CPU
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from piper.api.compiling import compile
-from piper.api.emulation import emulate, emulated_cluster
-from piper.api.origin import save_origin
-from piper.api.results import new_folder, save_plan, save_prediction, save_run, unless_empty
+from piper.api.compiling.compiling import compile
+from piper.api.content.origin import save_origin
+from piper.api.ground.results import new_folder, save_plan, save_prediction, save_run, unless_empty
+from piper.api.running.emulation import emulate, emulated_cluster
 from piper.views.display import show
 from piper.views.emulation_table import emulation_table
 from piper.views.reporting import report_at_end
 from piper_compiler import Strategy
-from piper_ir.costs import Costs
+from piper_ir.program.costs import Costs
 from piper_runtime import Job
 from piper_runtime.launch import Emulation
 from piper_simulator import Simulation, simulate

@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from piper.api.compiling import Compiled, compile
-from piper.api.costs_file import load_costs
-from piper.api.execution import execute
-from piper.api.metrics import check_logs
-from piper.api.origin import save_origin
-from piper.api.replanning import Fallbacks, Replanner, check_on_loss
-from piper.api.results import new_folder, save_explanation, save_plan, save_prediction, save_weights, unless_empty
+from piper.api.compiling.compiling import Compiled, compile
+from piper.api.content.origin import save_origin
+from piper.api.ground.costs_file import load_costs
+from piper.api.ground.results import new_folder, save_explanation, save_plan, save_prediction, save_weights, unless_empty
+from piper.api.running.execution import execute
+from piper.api.running.metrics import check_logs
+from piper.api.running.replanning import Fallbacks, Replanner, check_on_loss
 from piper.views.display import show
 from piper.views.reporting import report_at_end
 from piper.views.why_tables import why_tables
 from piper_compiler import Strategy
-from piper_ir.costs import Costs
-from piper_ir.errors import OutputError, PiperWarning
-from piper_ir.expert_tokens import counts_tokens
-from piper_ir.memory import on_device
+from piper_ir.fold.memory import on_device
+from piper_ir.ground.errors import OutputError, PiperWarning
+from piper_ir.ground.expert_tokens import counts_tokens
+from piper_ir.program.costs import Costs
 from piper_ir.tools import size_text, working
 from piper_report import beside_table
 from piper_simulator import Cluster, Simulation, device_type, simulate, why
@@ -106,7 +106,7 @@ def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFA
 
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
     """Run `train` and return prediction and run; with a folder for results, write a report there."""
-    from piper.api.this_machine import devices_of_runs
+    from piper.api.ground.this_machine import devices_of_runs
     from piper_runtime.launch import check_request
 
     check_logs(settings.log)
@@ -177,7 +177,7 @@ def _save_predicted(folder: Path, compiled: Compiled, prediction: Simulation, cl
 
 def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -> tuple[Compiled, Simulation]:
     """Predict what a run went on with on fewer devices, and put it in the place of what it began with."""
-    from piper.api.this_machine import devices_of_runs
+    from piper.api.ground.this_machine import devices_of_runs
 
     compiled, strategy = replanner.compiled, replanner.strategy
     assert strategy is not None

@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from piper_ir.errors import JobError
-from piper_ir.sizes import ITEM_BYTES
+from piper_ir.ground.errors import JobError
+from piper_ir.ground.sizes import ITEM_BYTES
 from piper_ir.tools import size_text
 from piper_report import Table
 from piper_runtime.checkpoint import SavedRun, complete_checkpoints, open_checkpoint

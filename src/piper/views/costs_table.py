@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_ir.costs import Costs, Duration
+from piper_ir.program.costs import Costs, Duration
 from piper_ir.tools import time_text
 from piper_report import Table, percent
 

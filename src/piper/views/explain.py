@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from piper.api.batch_statistics import statistics_note
-from piper.api.compiling import Compiled, advancing_notice
-from piper.api.evaluating import evaluation_notice
+from piper.api.compiling.batch_statistics import statistics_note
+from piper.api.compiling.compiling import Compiled, advancing_notice
+from piper.api.compiling.evaluating import evaluation_notice
 from piper.views.explain_exchanges import exchanges
 from piper.views.explain_layouts import index_facts, layouts
 from piper.views.explain_recompute import recomputation
 from piper.views.explain_sharing import sharing
-from piper_ir.ops import Compute
-from piper_ir.plan import Instr, Plan, RolePlan
-from piper_ir.plan_bytes import bucket_bytes
-from piper_ir.program import Chunk, Step
-from piper_ir.sizes import bind
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.plan.plan_bytes import bucket_bytes
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Chunk, Step
 from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 

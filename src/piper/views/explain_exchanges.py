@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan, RolePlan
-from piper_ir.sizes import bind
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.ops import Compute
 from piper_ir.tools import size_text
 from piper_simulator import axes_inside, repeated_share
 

@@ -8,11 +8,11 @@ from itertools import groupby, takewhile
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from piper.api.compiling import Compiled
-from piper_ir.layout import Sharding
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk
-from piper_ir.sizes import bind
+from piper.api.compiling.compiling import Compiled
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Plan
+from piper_ir.program.layout import Sharding
+from piper_ir.program.program import Chunk
 from piper_ir.tools import size_text
 
 if TYPE_CHECKING:

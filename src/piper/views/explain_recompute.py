@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from piper_ir.ops import KEEP_ALL, Compute
-from piper_ir.plan import Plan, RolePlan, is_state
-from piper_ir.program import Chunk
-from piper_ir.sizes import bind
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Plan, RolePlan, is_state
+from piper_ir.program.ops import KEEP_ALL, Compute
+from piper_ir.program.program import Chunk
 from piper_ir.tools import size_text
 
 

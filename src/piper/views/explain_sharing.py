@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from piper_ir.graph_parts import Replication
-from piper_ir.ops import Collective, Compute, Fresh
-from piper_ir.plan import Bucket, Plan, RolePlan
-from piper_ir.plan_bytes import state_message_bytes
-from piper_ir.sizes import ITEM_BYTES
+from piper_ir.graph.graph_parts import Replication
+from piper_ir.ground.sizes import ITEM_BYTES
+from piper_ir.plan.plan import Bucket, Plan, RolePlan
+from piper_ir.plan.plan_bytes import state_message_bytes
+from piper_ir.program.ops import Collective, Compute, Fresh
 from piper_ir.tools import size_text
 
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from piper.api.compiling import Compiled, compile
+from piper.api.compiling.compiling import Compiled, compile
 from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, read_schedule_csv, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
-from piper_ir.codec import unique_keys
-from piper_ir.errors import FormatError, JobError
-from piper_ir.mesh import Mesh
+from piper_ir.ground.codec import unique_keys
+from piper_ir.ground.errors import FormatError, JobError
+from piper_ir.ground.mesh import Mesh
 from piper_ir.tools import time_text, user_code
 from piper_simulator import Simulation, simulate
 

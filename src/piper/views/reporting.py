@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper_ir.errors import PiperError
+from piper_ir.ground.errors import PiperError
 from piper_ir.tools import working
 
 if TYPE_CHECKING:
-    from piper_ir.plan import Plan
+    from piper_ir.plan.plan import Plan
     from piper_report import Report
 
 

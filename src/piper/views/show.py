@@ -9,14 +9,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper.api.clusters import cluster_named
-from piper.api.compiling import Compiled
-from piper.api.results import written_trace
+from piper.api.compiling.compiling import Compiled
+from piper.api.ground.clusters import cluster_named
+from piper.api.ground.results import written_trace
 from piper.views.recipe_view import SimulatedRecipe
-from piper_ir.codec import dumps
-from piper_ir.costs import Costs
-from piper_ir.errors import JobError
-from piper_ir.trace import Trace
+from piper_ir.ground.codec import dumps
+from piper_ir.ground.errors import JobError
+from piper_ir.ground.trace import Trace
+from piper_ir.program.costs import Costs
 from piper_simulator import simulate
 
 
@@ -67,11 +67,11 @@ def _printed(compiled: Compiled, what: What) -> bool:
         write_schedule_csv(compiled, what.csv, lowered=what.lowered)
         print(f"the schedule for torch.distributed.pipelining is in {what.csv}", file=sys.stderr)
     if what.graph:
-        from piper_ir.graph_text import format_graph
+        from piper_ir.graph.graph_text import format_graph
 
         print(dumps(compiled.graph) if what.as_json else format_graph(compiled.graph), end="")
     elif what.plan:
-        from piper_ir.text import format_plan
+        from piper_ir.plan.text import format_plan
 
         print(dumps(compiled.plan) if what.as_json else format_plan(compiled.plan), end="")
     return what.graph or what.plan

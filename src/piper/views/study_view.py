@@ -14,8 +14,8 @@ from typing import Any
 from piper.views.display import show
 from piper.views.strategy_facts import StrategyFacts, facts_of
 from piper_autotune import RULES, SearchProgress, Study, value_text
-from piper_ir.study import Row, limit_text
-from piper_ir.study_groups import folded_text, indifferent_text
+from piper_ir.study.study import Row, limit_text
+from piper_ir.study.study_groups import folded_text, indifferent_text
 from piper_ir.tools import size_text, time_text, working
 from piper_report import FAR, Table
 

@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from piper_autotune.confirm import Confirmation
-    from piper_autotune.jobs import JobCase, JobCases
-    from piper_autotune.objective import OBJECTIVES, Objective, check_objective, value_text
-    from piper_autotune.one_word import OneWord, ScoredHere, WayOut
-    from piper_autotune.problem import TuningProblem, Wanted
-    from piper_autotune.rules import RULES
-    from piper_autotune.scoring import Scored
-    from piper_autotune.search import SearchProgress
-    from piper_autotune.study import NothingFoundError, SearchError, Study
-    from piper_autotune.tuner import tune
+    from piper_autotune.scoring.jobs import JobCase, JobCases
+    from piper_autotune.scoring.one_word import OneWord, ScoredHere, WayOut
+    from piper_autotune.scoring.scoring import Scored
+    from piper_autotune.searching.confirm import Confirmation
+    from piper_autotune.searching.search import SearchProgress
+    from piper_autotune.searching.study import NothingFoundError, SearchError, Study
+    from piper_autotune.searching.tuner import tune
+    from piper_autotune.space.objective import OBJECTIVES, Objective, check_objective, value_text
+    from piper_autotune.space.problem import TuningProblem, Wanted
+    from piper_autotune.space.rules import RULES
 
 __all__ = [
     "OBJECTIVES",
@@ -43,25 +43,25 @@ __all__ = [
 ]
 
 _HOME = {
-    "OBJECTIVES": "objective",
-    "RULES": "rules",
-    "Confirmation": "confirm",
-    "JobCase": "jobs",
-    "JobCases": "jobs",
-    "NothingFoundError": "study",
-    "Objective": "objective",
-    "OneWord": "one_word",
-    "Scored": "scoring",
-    "ScoredHere": "one_word",
-    "SearchError": "study",
-    "SearchProgress": "search",
-    "Study": "study",
-    "TuningProblem": "problem",
-    "Wanted": "problem",
-    "WayOut": "one_word",
-    "check_objective": "objective",
-    "tune": "tuner",
-    "value_text": "objective",
+    "OBJECTIVES": "space.objective",
+    "RULES": "space.rules",
+    "Confirmation": "searching.confirm",
+    "JobCase": "scoring.jobs",
+    "JobCases": "scoring.jobs",
+    "NothingFoundError": "searching.study",
+    "Objective": "space.objective",
+    "OneWord": "scoring.one_word",
+    "Scored": "scoring.scoring",
+    "ScoredHere": "scoring.one_word",
+    "SearchError": "searching.study",
+    "SearchProgress": "searching.search",
+    "Study": "searching.study",
+    "TuningProblem": "space.problem",
+    "Wanted": "space.problem",
+    "WayOut": "scoring.one_word",
+    "check_objective": "space.objective",
+    "tune": "searching.tuner",
+    "value_text": "space.objective",
 }
 
 

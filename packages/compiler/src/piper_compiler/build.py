@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import piper_ir.graph_json  # noqa: F401 - registers how `piper_ir.codec.dumps` writes the graphs that are made here
+import piper_ir.graph.graph_json  # noqa: F401 - registers how `piper_ir.ground.codec.dumps` writes the graphs that are made here
 from piper_compiler.ports import port_category, port_value, signatures, value_reads, value_writes
-from piper_ir.costs import Costs
-from piper_ir.graph import Editor, Graph, Node
-from piper_ir.graph_parts import compute_id
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Compute, ComputeStep
-from piper_ir.program import Chunk, Program
+from piper_ir.graph.graph import Editor, Graph, Node
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.node_ids import compute_id
+from piper_ir.program.costs import Costs
+from piper_ir.program.ops import Add, Compute, ComputeStep
+from piper_ir.program.program import Chunk, Program
 
 
 def build_graph(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:

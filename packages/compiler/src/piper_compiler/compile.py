@@ -11,31 +11,31 @@ from piper_compiler.directives import Directive, asked_by_model, describe, parti
 from piper_compiler.directives.base import Settling
 from piper_compiler.directives.replicate import check_rows
 from piper_compiler.durations import InstructionSeconds
-from piper_compiler.passes.assemble import bound_chunks, plan_of
-from piper_compiler.passes.columns import columns
-from piper_compiler.passes.complete import complete
-from piper_compiler.passes.dependencies import dependencies
-from piper_compiler.passes.draft import draft
-from piper_compiler.passes.forwards import forwards_alone
-from piper_compiler.passes.fuse import tasks
-from piper_compiler.passes.overlap import first_to_finish, interleavings, seconds_of_spans
-from piper_compiler.passes.parts import PartMaker
-from piper_compiler.passes.positions import positions
-from piper_compiler.passes.release import releases
-from piper_compiler.passes.residency import residency
-from piper_compiler.passes.schedule import Scheduler, overlap_seconds
-from piper_compiler.passes.templates import Drafted
-from piper_compiler.passes.wiring import check_chunks, check_wiring
+from piper_compiler.passes.order.overlap import first_to_finish, interleavings, seconds_of_spans
+from piper_compiler.passes.order.schedule import Scheduler, overlap_seconds
+from piper_compiler.passes.program.assemble import bound_chunks, plan_of
+from piper_compiler.passes.program.complete import complete
+from piper_compiler.passes.program.forwards import forwards_alone
+from piper_compiler.passes.program.wiring import check_chunks, check_wiring
+from piper_compiler.passes.steps.columns import columns
+from piper_compiler.passes.steps.dependencies import dependencies
+from piper_compiler.passes.steps.draft import draft
+from piper_compiler.passes.steps.fuse import tasks
+from piper_compiler.passes.steps.parts import PartMaker
+from piper_compiler.passes.steps.positions import positions
+from piper_compiler.passes.steps.release import releases
+from piper_compiler.passes.steps.residency import residency
+from piper_compiler.passes.steps.templates import Drafted
 from piper_compiler.request import CompileRequest, Options, Training
 from piper_compiler.strategy import Strategy
-from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, DirectiveError
-from piper_ir.graph import Applied, Graph
-from piper_ir.memory import with_peaks
-from piper_ir.mesh import Mesh, whole_axis
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Program
-from piper_ir.timing import Prepared
+from piper_ir.fold.memory import with_peaks
+from piper_ir.fold.timing import Prepared
+from piper_ir.graph.graph import Applied, Graph
+from piper_ir.ground.errors import CompileError, DirectiveError
+from piper_ir.ground.mesh import Mesh, whole_axis
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
+from piper_ir.program.program import Chunk, Program
 from piper_ir.tools import no_garbage_collection
 
 __all__ = [
@@ -61,7 +61,7 @@ class Lowered:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """Return the same as `piper_ir.timing.prepare` for the plan, faster: compiling has found most of it."""
+        """Return the same as `piper_ir.fold.timing.prepare` for the plan, faster: compiling has found most of it."""
         return self._prepare()
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from piper_ir.costs import Costs
-from piper_ir.graph import Graph, Node
-from piper_ir.ops import Collective, Compute, Op
-from piper_ir.plan_bytes import state_message_bytes
-from piper_ir.program import Chunk, Cost, Signature, Step
-from piper_ir.sizes import bind
+from piper_ir.graph.graph import Graph, Node
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan_bytes import state_message_bytes
+from piper_ir.program.costs import Costs
+from piper_ir.program.ops import Collective, Compute, Op
+from piper_ir.program.program import Chunk, Cost, Signature, Step
 
 FLOPS = 3e14
 """The FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""

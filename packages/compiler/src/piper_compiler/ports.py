@@ -7,9 +7,9 @@ I and W parts.
 
 from __future__ import annotations
 
-from piper_ir.ops import ComputeStep
-from piper_ir.plan import Category, is_state
-from piper_ir.program import Chunk, Signature, Step
+from piper_ir.plan.plan import Category, is_state
+from piper_ir.program.ops import ComputeStep
+from piper_ir.program.program import Chunk, Signature, Step
 
 BACKWARD: tuple[Step, ...] = ("I", "W")
 """The steps of a whole backward, B: I, then W."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from piper_compiler.strategy import Strategy
-from piper_ir.costs import Costs
-from piper_ir.plan import Bucket, DeviceType
-from piper_ir.program import Param, Program
+from piper_ir.plan.plan import Bucket, DeviceType
+from piper_ir.program.costs import Costs
+from piper_ir.program.program import Param, Program
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from piper_compiler.directives import REGISTRY, Directive, describe
-from piper_ir.codec import decode, read_document, tagged
-from piper_ir.errors import CompileError, DirectiveError, FormatError, OutputError
-from piper_ir.mesh import AXES, Mesh
+from piper_ir.ground.codec import decode, read_document, tagged
+from piper_ir.ground.errors import CompileError, DirectiveError, FormatError, OutputError
+from piper_ir.ground.mesh import AXES, Mesh
 from piper_ir.tools import write_whole
 
 STRATEGY_VERSION = 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from piper_ir.errors import CompileError
-from piper_ir.program import BatchTensor, Chunk, Cost, Input, Output, Param, Program, Signature, Step
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.program.program import BatchTensor, Chunk, Cost, Input, Output, Param, Program, Signature, Step
 
 PhaseSeconds = float | Sequence[float]
 MOST_SECONDS = 1e12

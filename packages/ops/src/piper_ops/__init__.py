@@ -5,18 +5,13 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 of steps. Other packages import what they need from here.
 """
 
-from piper_ops.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
-from piper_ops.batch_norm import BATCH_NORMS, STATISTICS, BatchNorm
-from piper_ops.batches import Constant, batch_leaves, batch_pair, is_shared, shared
-from piper_ops.builder import Builder, user_line
-from piper_ops.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
-from piper_ops.context import context_add, context_add_, context_merge, context_take
-from piper_ops.costs import KernelInfo, kernel_of, op_cost, own_costs
-from piper_ops.draw_kernels import is_draw, refusal_of_draw
-from piper_ops.draws import DrawsOfCall, draw, drawing
-from piper_ops.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
-from piper_ops.examples import Examples
-from piper_ops.experts import (
+from piper_ops.attention.context import context_add, context_add_, context_merge, context_take
+from piper_ops.attention.lowering import Lowering, attention_lowering
+from piper_ops.attention.sdpa import attention, attention_dgrad
+from piper_ops.costing.costs import KernelInfo, kernel_of, op_cost, own_costs
+from piper_ops.costing.registry import PORTABLE, Formula, PortableOp
+from piper_ops.costing.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside, room_of_rounds
+from piper_ops.experts.experts import (
     grouped_mm,
     grouped_mm_dgrad,
     grouped_mm_wgrad,
@@ -27,25 +22,8 @@ from piper_ops.experts import (
     unroute_dgrad,
     unroute_wgrad,
 )
-from piper_ops.frames import is_model_code
-from piper_ops.library import DIRECT, OP_KERNELS, dtype_name
-from piper_ops.losses import cross_entropy, cross_entropy_dgrad
-from piper_ops.lowering import Lowering, attention_lowering
-from piper_ops.norms import (
-    layer_norm,
-    layer_norm_backward,
-    layer_norm_dgrad,
-    layer_norm_wgrad,
-    rms_norm,
-    rms_norm_dgrad,
-    rms_norm_wgrad,
-)
-from piper_ops.opaque import Returned, backward_step, forward_step, storage_key
-from piper_ops.packed import TRADES, Cuts
-from piper_ops.refusals import REFUSALS, Refusal
-from piper_ops.registry import PORTABLE, Formula, PortableOp
-from piper_ops.replace import replace_portable
-from piper_ops.rounds import (
+from piper_ops.experts.packed import TRADES, Cuts
+from piper_ops.experts.rounds import (
     ANY_ROWS,
     PLACED,
     ROUNDS,
@@ -61,15 +39,37 @@ from piper_ops.rounds import (
     experts_send,
     experts_take,
 )
-from piper_ops.sdpa import attention, attention_dgrad
-from piper_ops.vocabulary import (
+from piper_ops.ground.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
+from piper_ops.ground.library import DIRECT, OP_KERNELS, dtype_name
+from piper_ops.pointwise.batches import Constant, batch_leaves, batch_pair, is_shared, shared
+from piper_ops.pointwise.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
+from piper_ops.pointwise.losses import cross_entropy, cross_entropy_dgrad
+from piper_ops.pointwise.norms import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_dgrad,
+    layer_norm_wgrad,
+    rms_norm,
+    rms_norm_dgrad,
+    rms_norm_wgrad,
+)
+from piper_ops.pointwise.vocabulary import (
     cross_entropy_joined,
     cross_entropy_part,
     cross_entropy_part_dgrad,
     embedding_part,
     embedding_part_dgrad,
 )
-from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside, room_of_rounds
+from piper_ops.random.draw_kernels import is_draw, refusal_of_draw
+from piper_ops.random.draws import DrawsOfCall, draw, drawing
+from piper_ops.rewriting.batch_norm import BATCH_NORMS, STATISTICS, BatchNorm
+from piper_ops.rewriting.builder import Builder, user_line
+from piper_ops.rewriting.refusals import REFUSALS, Refusal
+from piper_ops.rewriting.replace import replace_portable
+from piper_ops.written.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
+from piper_ops.written.examples import Examples
+from piper_ops.written.frames import is_model_code
+from piper_ops.written.opaque import Returned, backward_step, forward_step, storage_key
 
 __all__ = [
     "Builder",

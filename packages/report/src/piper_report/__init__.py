@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from piper_report.beside import write_beside
-    from piper_report.chrome import write_chrome
-    from piper_report.clocks import aligned, offsets
-    from piper_report.report import Report, write_report
-    from piper_report.results import Results, load
-    from piper_report.schedule_figure import Drawing, draw_schedule, draw_schedules
-    from piper_report.schedule_text import schedule_table
-    from piper_report.summary import FAR, FIRST_STEP, Table, beside_table, memory_table, percent, prediction_table
+    from piper_report.facts.clocks import aligned, offsets
+    from piper_report.facts.results import Results, load
+    from piper_report.facts.schedule_text import schedule_table
+    from piper_report.facts.summary import FAR, FIRST_STEP, Table, beside_table, memory_table, percent, prediction_table
+    from piper_report.figures.schedule_figure import Drawing, draw_schedule, draw_schedules
+    from piper_report.pages.beside import write_beside
+    from piper_report.pages.chrome import write_chrome
+    from piper_report.pages.report import Report, write_report
 
 __all__ = [
     "Drawing",
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "beside": ("write_beside",),
-    "chrome": ("write_chrome",),
-    "clocks": ("aligned", "offsets"),
-    "report": ("Report", "write_report"),
-    "results": ("Results", "load"),
-    "schedule_figure": ("Drawing", "draw_schedule", "draw_schedules"),
-    "schedule_text": ("schedule_table",),
-    "summary": ("FAR", "FIRST_STEP", "Table", "beside_table", "memory_table", "percent", "prediction_table"),
+    "pages.beside": ("write_beside",),
+    "pages.chrome": ("write_chrome",),
+    "facts.clocks": ("aligned", "offsets"),
+    "pages.report": ("Report", "write_report"),
+    "facts.results": ("Results", "load"),
+    "figures.schedule_figure": ("Drawing", "draw_schedule", "draw_schedules"),
+    "facts.schedule_text": ("schedule_table",),
+    "facts.summary": ("FAR", "FIRST_STEP", "Table", "beside_table", "memory_table", "percent", "prediction_table"),
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

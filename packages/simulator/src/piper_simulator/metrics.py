@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from piper_ir.intervals import Idle, Interval, idle
-from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Plan
-from piper_ir.sizes import bind
-from piper_ir.timing import Prepared, Times
+from piper_ir.fold.timing import Prepared, Times
+from piper_ir.ground.intervals import Idle, Interval, idle
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import COMPUTE, Plan
+from piper_ir.program.ops import Compute
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import Work
 from piper_simulator.durations.expert_work import loaded

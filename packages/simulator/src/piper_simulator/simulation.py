@@ -9,16 +9,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from piper_ir.costs import Costs
-from piper_ir.errors import PlanError
-from piper_ir.keywords import checked_call
-from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
-from piper_ir.memory import Usage, peak, scan
-from piper_ir.memory_owners import owners
-from piper_ir.plan import Plan, RolePlan
-from piper_ir.timing import Times, prepare
+from piper_ir.fold.memory import Usage, peak, scan
+from piper_ir.fold.memory_owners import owners
+from piper_ir.fold.timing import Times, prepare
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.keywords import checked_call
+from piper_ir.ground.limits import MOST_STEP_INSTRUCTIONS, most
+from piper_ir.ground.trace import MemSample, Span, Trace
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.costs import Costs
 from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
-from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import model_for, under_load

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan
-from piper_ir.program import Cost, Step
-from piper_ir.sizes import bind
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Cost, Step
 from piper_ir.tools import size_text, time_text
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device

@@ -23,9 +23,9 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from piper_ir.errors import DirectiveError
-from piper_ir.graph import Graph, Node
-from piper_ir.select import Where
+from piper_ir.graph.graph import Graph, Node
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.select import Where
 
 _HERE = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from piper_compiler.directives.base import Directive
-from piper_ir.select import Where
+from piper_ir.ground.select import Where
 
 
 class Ordered(Protocol):

@@ -31,10 +31,10 @@ from typing import Any, Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_compiler.directives.decided import Decided
-from piper_ir.errors import DirectiveError
-from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
-from piper_ir.graph_parts import in_mbs, mbs_of
-from piper_ir.select import Where
+from piper_ir.graph.graph import At, Editor, Graph, Node, OverlapGroup
+from piper_ir.graph.graph_parts import in_mbs, mbs_of
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.select import Where
 
 _Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
 """A selection, and its nodes on each role along the program."""

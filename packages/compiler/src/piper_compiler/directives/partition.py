@@ -24,10 +24,10 @@ from typing import Literal
 from piper_compiler.directives.base import Directive, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.durations import chunk_seconds
-from piper_ir.costs import Costs
-from piper_ir.graph import Graph
-from piper_ir.program import Program
-from piper_ir.select import LONGEST_CHAIN, Where
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.select import LONGEST_CHAIN, Where
+from piper_ir.program.costs import Costs
+from piper_ir.program.program import Program
 
 Boundaries = Literal["even", "cost"] | tuple[int, ...]
 """The first layers of the stages: by number of layers, by cost, or those of the stages 1, 2, ... themselves."""

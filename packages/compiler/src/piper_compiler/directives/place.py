@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import shared_axes
-from piper_ir.graph import Editor, Graph, Node, TransferStreams
-from piper_ir.graph_parts import common, in_mbs, on_role
-from piper_ir.mesh import AXES
-from piper_ir.plan import COMPUTE
-from piper_ir.select import Where
+from piper_ir.graph.graph import Editor, Graph, Node, TransferStreams
+from piper_ir.graph.graph_parts import common, in_mbs, on_role
+from piper_ir.ground.mesh import AXES
+from piper_ir.ground.select import Where
+from piper_ir.plan.plan import COMPUTE
 
 
 @directive

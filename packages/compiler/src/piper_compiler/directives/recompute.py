@@ -31,11 +31,12 @@ from typing import Protocol, runtime_checkable
 from piper_compiler.directives.base import Directive, call_site, compute_nodes, directive, fail, names, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
-from piper_ir.graph import Coord, Editor, Graph, Node
-from piper_ir.graph_parts import common, compute_id, in_mbs
-from piper_ir.ops import CHECKPOINT, HANDS_ON, KEEP_ALL, Compute, variant_name
-from piper_ir.program import Chunk, Program
-from piper_ir.select import ANY, Where
+from piper_ir.graph.graph import Coord, Editor, Graph, Node
+from piper_ir.graph.graph_parts import common, in_mbs
+from piper_ir.ground.node_ids import compute_id
+from piper_ir.ground.select import ANY, Where
+from piper_ir.program.ops import CHECKPOINT, HANDS_ON, KEEP_ALL, Compute, variant_name
+from piper_ir.program.program import Chunk, Program
 
 POLICIES = (KEEP_ALL, "products", "attention", "inputs")
 """The policies that have a name; any other is names of ops, joined by "+"."""

@@ -27,11 +27,11 @@ from typing import Literal
 from piper_compiler.directives.base import Directive, as_names, compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import Shard, shared_axes
-from piper_ir.graph import Graph, Node, Replication
-from piper_ir.mesh import AXES
-from piper_ir.plan import COMPUTE
-from piper_ir.select import Where
-from piper_ir.shards import Shards
+from piper_ir.graph.graph import Graph, Node, Replication
+from piper_ir.ground.mesh import AXES
+from piper_ir.ground.select import Where
+from piper_ir.ground.shards import Shards
+from piper_ir.plan.plan import COMPUTE
 
 STATES = ("params", "grads", "optim")
 """The states that ranks may share, each only where they share the next."""

@@ -60,13 +60,13 @@ from typing import Literal, get_args
 
 from piper_compiler.directives.base import Directive, as_names, compute_nodes, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
-from piper_ir.graph import Graph
-from piper_ir.graph_parts import EdgeExchange
-from piper_ir.layout import BOUND, EXPERTS, EXPERTS_SHARED, OVERFLOWS, ROWS, Sharding
-from piper_ir.limits import MOST_SMS
-from piper_ir.mesh import AXES, Mesh, whole_axis
-from piper_ir.plan import COMPUTE
-from piper_ir.select import Where, where
+from piper_ir.graph.graph import Graph
+from piper_ir.graph.graph_parts import EdgeExchange
+from piper_ir.ground.limits import MOST_SMS
+from piper_ir.ground.mesh import AXES, Mesh, whole_axis
+from piper_ir.ground.select import Where, where
+from piper_ir.plan.plan import COMPUTE
+from piper_ir.program.layout import BOUND, EXPERTS, EXPERTS_SHARED, OVERFLOWS, ROWS, Sharding
 
 Activations = Literal["", "tokens", "rows"]
 AttentionExchange = Literal["heads", "ring", "gather"]

@@ -9,7 +9,7 @@ Legality
  3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no
     single-device equivalent.)
  4. Nothing is placed yet: communication belongs to a microbatch.
- 5. The copies of all nodes are at most as many as `piper_ir.limits` accepts: a graph holds each of them.
+ 5. The copies of all nodes are at most as many as `piper_ir.ground.limits` accepts: a graph holds each of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
-from piper_ir.graph import Graph, OverlapGroup
-from piper_ir.graph_parts import in_mbs
-from piper_ir.limits import MOST_NODES, most
-from piper_ir.select import Where
+from piper_ir.graph.graph import Graph, OverlapGroup
+from piper_ir.graph.graph_parts import in_mbs
+from piper_ir.ground.limits import MOST_NODES, most
+from piper_ir.ground.select import Where
 
 
 @directive

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from piper_compiler.directives.base import compute_nodes, directive, fail, names, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.ports import BACKWARD, port_value, signatures, value_reads, value_writes
-from piper_ir.graph import At, Coord, Graph, Node
-from piper_ir.graph_parts import compute_id
-from piper_ir.ops import Add, Compute, Op
-from piper_ir.program import Chunk
-from piper_ir.select import Where
+from piper_ir.graph.graph import At, Coord, Graph, Node
+from piper_ir.ground.node_ids import compute_id
+from piper_ir.ground.select import Where
+from piper_ir.program.ops import Add, Compute, Op
+from piper_ir.program.program import Chunk
 
 
 @directive

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
-from piper_ir.graph import Graph, Node
-from piper_ir.limits import MOST_SMS
-from piper_ir.ops import Recv, Send
-from piper_ir.plan import COMPUTE, Channel
-from piper_ir.select import Where
+from piper_ir.graph.graph import Graph, Node
+from piper_ir.ground.limits import MOST_SMS
+from piper_ir.ground.select import Where
+from piper_ir.plan.plan import COMPUTE, Channel
+from piper_ir.program.ops import Recv, Send
 
 
 @directive

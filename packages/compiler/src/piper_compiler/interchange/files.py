@@ -11,8 +11,8 @@ from piper_compiler.actions import Orders
 from piper_compiler.interchange.schedule import Schedule, located, schedule_of
 from piper_compiler.interchange.table import Cell, CellFault, parse_cell
 from piper_compiler.strategy import Strategy
-from piper_ir.errors import FormatError, OutputError
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import FormatError, OutputError
+from piper_ir.plan.plan import Plan
 from piper_ir.tools import write_whole
 
 if TYPE_CHECKING:

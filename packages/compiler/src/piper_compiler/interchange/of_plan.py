@@ -10,10 +10,10 @@ from __future__ import annotations
 from piper_compiler.actions import Action, ActionPhase, Slot
 from piper_compiler.interchange.sharded import Placed, check_scatters, parameter_cells
 from piper_compiler.interchange.table import CommCell, Rows
-from piper_ir.errors import FormatError
-from piper_ir.memory_owners import origins
-from piper_ir.ops import Compute, Recv, Send
-from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.fold.memory_owners import origins
+from piper_ir.ground.errors import FormatError
+from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import Compute, Recv, Send
 
 _BackwardSteps = dict[tuple[int, int], set[str]]
 """The steps of each backward, by (stage, microbatch)."""

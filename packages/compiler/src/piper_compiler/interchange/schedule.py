@@ -16,8 +16,8 @@ from piper_compiler.interchange.table import CellFault, Rows, cell_text, picture
 from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.strategy import Strategy
 from piper_compiler.synthetic import synthetic
-from piper_ir.errors import FormatError
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import FormatError
+from piper_ir.plan.plan import Plan
 
 
 @dataclass(frozen=True)

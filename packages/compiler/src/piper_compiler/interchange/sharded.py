@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from piper_compiler.actions import Action, Slot
 from piper_compiler.interchange.table import CommCell
-from piper_ir.errors import FormatError
-from piper_ir.ops import Collective, Compute, Fresh
-from piper_ir.plan import Part, Plan, RolePlan
-from piper_ir.program import Chunk
+from piper_ir.ground.errors import FormatError
+from piper_ir.plan.plan import Part, Plan, RolePlan
+from piper_ir.program.ops import Collective, Compute, Fresh
+from piper_ir.program.program import Chunk
 
 WAY_OUT = "or write the compute-only table (lowered=False)"
 Placed = tuple[int, int, CommCell]

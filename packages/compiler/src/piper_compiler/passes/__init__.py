@@ -4,9 +4,9 @@ They may import `ports`, `durations`, `request`, `directives.split`, piper_ir an
 `interchange`.
 """
 
-from piper_compiler.passes.assemble import states
-from piper_compiler.passes.complete import EVERYWHERE, with_buckets
-from piper_compiler.passes.forwards import FORGETS
-from piper_compiler.passes.windows import windows
+from piper_compiler.passes.program.assemble import states
+from piper_compiler.passes.program.complete import EVERYWHERE, with_buckets
+from piper_compiler.passes.program.forwards import FORGETS
+from piper_compiler.passes.steps.windows import windows
 
 __all__ = ["EVERYWHERE", "FORGETS", "states", "windows", "with_buckets"]

@@ -9,9 +9,9 @@ from piper_compiler.directives import Boundaries, Directive, order, partition, p
 from piper_compiler.directives.shard import AttentionExchange, Overflow, TokenOrder
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
-from piper_ir.errors import DirectiveError
-from piper_ir.ops import KEEP_ALL
-from piper_ir.select import ANY, Where, where
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.select import ANY, Where, where
+from piper_ir.program.ops import KEEP_ALL
 
 
 @recipe(

@@ -9,7 +9,7 @@ from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.recipes.stages import check_numbers, first_microbatches, v_stage
-from piper_ir.errors import DirectiveError
+from piper_ir.ground.errors import DirectiveError
 
 _Move = tuple[int, ActionPhase, int]
 """A way (0: in at the near end, 1: back from the far end), a phase, and the number of the microbatch on its way."""

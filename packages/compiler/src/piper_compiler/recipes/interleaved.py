@@ -7,7 +7,7 @@ from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.recipes.stages import check_numbers, first_microbatches, looped_stage, round_robin, slot
-from piper_ir.errors import DirectiveError
+from piper_ir.ground.errors import DirectiveError
 
 
 @recipe(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from piper_ir.errors import DirectiveError
+from piper_ir.ground.errors import DirectiveError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from piper_compiler.actions import Action, Orders
 from piper_compiler.directives import Boundaries, Directive, order, overlap, partition, place, split, split_backward
-from piper_ir.select import Where, where
+from piper_ir.ground.select import Where, where
 
 
 def scheduled(orders: Orders, *, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from math import prod
 
 from piper_compiler.actions import Action, ActionPhase, Orders, Slot
-from piper_ir.errors import DirectiveError
-from piper_ir.limits import MOST_NODES
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.limits import MOST_NODES
 
 FACTORS = ("pp", "chunks", "microbatches")
 """The arguments of a recipe whose product is the number of forwards in its order."""

@@ -11,7 +11,7 @@ from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.recipes.search import find_orders
 from piper_compiler.recipes.stages import check_numbers
 from piper_compiler.recipes.zb_problem import OrderScore, Stages
-from piper_ir.errors import DirectiveError
+from piper_ir.ground.errors import DirectiveError
 
 _PerStage = float | Sequence[float]
 

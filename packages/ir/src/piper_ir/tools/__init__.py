@@ -2,7 +2,7 @@
 
 One says what this machine is.
 
-They may import the standard library and `piper_ir.errors`.
+May import: ground.
 """
 
 from piper_ir.tools.brief import Brief

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from piper_ir.errors import PiperError
+from piper_ir.ground.errors import PiperError
 
 PATIENCE_S = 2.0
 """The seconds after which a line appears."""

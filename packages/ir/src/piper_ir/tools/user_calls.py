@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from piper_ir.errors import PiperError
+from piper_ir.ground.errors import PiperError
 
 LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")), "<")
 """The beginnings of file names that are not the user's: installed libraries, Python's own, and generated code."""

@@ -2,6 +2,8 @@
 
 Nothing else in Piper decides that. The modules here may import the vocabulary of `piper_ir` (plan, ops, memory, ...)
 and `piper_ir.tools`. All of them import `rules`, and `verifier` puts them together.
+
+May import: ground, program, plan, fold, tools.
 """
 
 from piper_ir.verify.rules import RULES, Violation, instr_title

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Plan
+from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper_ir.collectives import law_of
-from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Bucket, Channel, Part, Plan, RolePlan, is_state
-from piper_ir.program import Chunk
+from piper_ir.plan.plan import Bucket, Channel, Part, Plan, RolePlan, is_state
+from piper_ir.program.collectives import law_of
+from piper_ir.program.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from piper_ir.ops import Collective
-from piper_ir.plan import Channel, Plan, RolePlan
-from piper_ir.program import Chunk, Param
+from piper_ir.plan.plan import Channel, Plan, RolePlan
+from piper_ir.program.ops import Collective
+from piper_ir.program.program import Chunk, Param
 from piper_ir.verify.rules import Findings
 
 RULE = "R37-experts"

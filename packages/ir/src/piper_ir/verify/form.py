@@ -10,9 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 from re import compile as regex
 from typing import assert_never
 
-from piper_ir.collectives import COLLECTIVES
-from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.ops import (
+from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.plan.instr_table import InstrTable, TableKinds
+from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
+from piper_ir.plan.plan_bytes import flat_bytes
+from piper_ir.program.collectives import COLLECTIVES
+from piper_ir.program.ops import (
     COMM,
     KEEP_ALL,
     Add,
@@ -31,10 +34,7 @@ from piper_ir.ops import (
     Zeros,
     op_name,
 )
-from piper_ir.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
-from piper_ir.plan_bytes import flat_bytes
-from piper_ir.program import Chunk
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.signatures import Signatures
 

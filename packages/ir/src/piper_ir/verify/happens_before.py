@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_ir.plan import RolePlan
+from piper_ir.plan.plan import RolePlan
 
 
 class HappensBefore:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from piper_ir.ops import Collective, Compute
-from piper_ir.part_memory import value_ports
-from piper_ir.plan import Part, Plan, RolePlan
-from piper_ir.program import Chunk
+from piper_ir.fold.part_memory import value_ports
+from piper_ir.plan.plan import Part, Plan, RolePlan
+from piper_ir.program.ops import Collective, Compute
+from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings, part_name
 
 RULE = "R33-recompute"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from piper_ir.instr_table import TableKinds
-from piper_ir.ops import Compute, op_name
-from piper_ir.plan import Category, Instr, Part, Plan, RolePlan
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.instr_table import TableKinds
+from piper_ir.plan.plan import Category, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import Compute, op_name
 
 RULES: dict[str, str] = {
     # form

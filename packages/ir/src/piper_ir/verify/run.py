@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from piper_ir.ops import COMM, Collective, op_name
-from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import COMM, Collective, op_name
 from piper_ir.verify.rules import Findings, Violation, instr_title
 
 _Reason = tuple[int, str]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from piper_ir.ops import Collective
-from piper_ir.plan import COMPUTE, Instr, Part, RolePlan
+from piper_ir.plan.plan import COMPUTE, Instr, Part, RolePlan
+from piper_ir.program.ops import Collective
 from piper_ir.verify.happens_before import HappensBefore
 
 Sorted = tuple[set[str], set[str]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from piper_ir.ops import Collective, Compute, Fold, Fresh
-from piper_ir.plan import Bucket, Channel, Plan, RolePlan
+from piper_ir.plan.plan import Bucket, Channel, Plan, RolePlan
+from piper_ir.program.ops import Collective, Compute, Fold, Fresh
 from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.training import ALIGNMENT

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from piper_ir.collectives import COLLECTIVES, law_of
-from piper_ir.layout import StepCollective
-from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
-from piper_ir.program import Chunk, Param
-from piper_ir.sizes import bind
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
+from piper_ir.program.collectives import COLLECTIVES, law_of
+from piper_ir.program.layout import StepCollective
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Chunk, Param
 from piper_ir.verify.rules import Findings
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from piper_ir.errors import PlanError
-from piper_ir.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Category, Part, is_state
-from piper_ir.program import Chunk
-from piper_ir.sizes import ITEM_BYTES, TensorSpec
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec
+from piper_ir.plan.plan import Category, Part, is_state
+from piper_ir.program.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings
 
 

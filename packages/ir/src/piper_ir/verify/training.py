@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
 
-from piper_ir.collectives import law_of
-from piper_ir.expert_tokens import counts_tokens
-from piper_ir.ops import KEEP_ALL, Collective, Compute, Fold, Seed, SquaredNorm, Update
-from piper_ir.plan import Bucket, Part, Plan, RolePlan
-from piper_ir.program import Step
-from piper_ir.sizes import bind
+from piper_ir.ground.expert_tokens import counts_tokens
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
+from piper_ir.program.collectives import law_of
+from piper_ir.program.ops import KEEP_ALL, Collective, Compute, Fold, Seed, SquaredNorm, Update
+from piper_ir.program.program import Step
 from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import UsePosition

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from piper_ir.ops import Collective
-from piper_ir.plan import COMPUTE, Instr, RolePlan
+from piper_ir.plan.plan import COMPUTE, Instr, RolePlan
+from piper_ir.program.ops import Collective
 from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.rules import Findings, instr_title
 from piper_ir.verify.settled import settled_values

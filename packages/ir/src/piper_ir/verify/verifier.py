@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from piper_ir.errors import PlanError
-from piper_ir.memory import peaks_by_names
-from piper_ir.plan import Plan
+from piper_ir.fold.memory import peaks_by_names
+from piper_ir.ground.errors import PlanError
+from piper_ir.plan.plan import Plan
 from piper_ir.tools import no_garbage_collection
 from piper_ir.verify.chunks import check_chunks
 from piper_ir.verify.dataflow import check_dataflow

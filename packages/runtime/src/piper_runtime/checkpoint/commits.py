@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from piper_ir.codec import dumps
-from piper_ir.errors import ExecutionError, JobError, PiperError, PiperWarning
-from piper_ir.plan import Plan
+from piper_ir.ground.codec import dumps
+from piper_ir.ground.errors import ExecutionError, JobError, PiperError, PiperWarning
+from piper_ir.plan.plan import Plan
 from piper_runtime.checkpoint.dcp_metadata import metadata_bytes
 from piper_runtime.checkpoint.meta import CheckpointMeta, about_run, data_of
 from piper_runtime.checkpoint.rank_file import SaveDone, rank_file, write_boxes
@@ -27,7 +27,7 @@ from piper_runtime.checkpoint.settings import (
     partial_folder,
     step_folder,
 )
-from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.rank.job.job import InitialState, Job
 from piper_runtime.weights.dcp_tensors import DCP_HOME, DCP_METADATA, SavedBox
 from piper_runtime.weights.marker import MARKER, META, marker_text
 

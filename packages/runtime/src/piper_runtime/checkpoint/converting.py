@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from piper_ir.errors import FormatError, JobError, OutputError
+from piper_ir.ground.errors import FormatError, JobError, OutputError
 from piper_ops import dtype_name
 from piper_runtime.checkpoint.commits import complete
 from piper_runtime.checkpoint.meta import CheckpointMeta, versions

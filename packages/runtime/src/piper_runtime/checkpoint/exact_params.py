@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_runtime.checkpoint.rank_tensors import saved_dtypes, saved_portion
-from piper_runtime.rank.layouts import own_parts
-from piper_runtime.rank.rank_state import RankState
+from piper_runtime.rank.binding.rank_state import RankState
+from piper_runtime.rank.values.layouts import own_parts
 
 
 def keep_exact(rank: RankState, given: Mapping[str, torch.Tensor], *, share: bool, restored: bool) -> None:

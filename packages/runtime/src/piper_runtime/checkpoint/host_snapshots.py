@@ -26,7 +26,7 @@ from piper_runtime.checkpoint.rank_tensors import (
 )
 from piper_runtime.checkpoint.snapshot_files import BYTES, INDEX, PRESENT, CopiedState, SnapshotIndex, place_name
 from piper_runtime.checkpoint.sole_writer import LOCK
-from piper_runtime.rank.rank_state import RankState
+from piper_runtime.rank.binding.rank_state import RankState
 
 ALIGNED = 64
 """The bytes to whose multiples tensors are aligned in a file."""

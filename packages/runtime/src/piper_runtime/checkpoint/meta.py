@@ -11,10 +11,10 @@ from uuid import uuid4
 
 import torch
 
-from piper_ir.errors import JobError
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import JobError
+from piper_ir.plan.plan import Plan
 from piper_ir.tools import user_code
-from piper_runtime.rank.job import Job
+from piper_runtime.rank.job.job import Job
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from piper_runtime.checkpoint.rank_tensors import (
     step_counters,
 )
 from piper_runtime.checkpoint.settings import Checkpoints, partial_folder
-from piper_runtime.rank.rank_state import RankState
+from piper_runtime.rank.binding.rank_state import RankState
 
 NICENESS = 10
 """The niceness of the thread that writes, which takes the processor from training as little as can be."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from piper_ir.errors import JobError
-from piper_ir.plan import Bucket, Plan
-from piper_runtime.rank.layouts import runs
-from piper_runtime.rank.optimizer import OptimizerState
-from piper_runtime.rank.rank_state import RankState
+from piper_ir.ground.errors import JobError
+from piper_ir.plan.plan import Bucket, Plan
+from piper_runtime.rank.binding.rank_state import RankState
+from piper_runtime.rank.optimizers.optimizer import OptimizerState
+from piper_runtime.rank.values.layouts import runs
 
 MODEL, OPTIMIZER = "model", "optim.state"
 Number = int | float | bool | str | None

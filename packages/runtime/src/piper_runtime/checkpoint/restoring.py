@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from piper_ir.errors import FormatError, JobError
-from piper_ir.plan import Bucket, Plan
+from piper_ir.ground.errors import FormatError, JobError
+from piper_ir.plan.plan import Bucket, Plan
 from piper_runtime.checkpoint.rank_tensors import (
     MODEL,
     FlatState,
@@ -27,8 +27,8 @@ from piper_runtime.checkpoint.rank_tensors import (
 )
 from piper_runtime.checkpoint.saved_run import SavedRun
 from piper_runtime.checkpoint.snapshot_files import CopiedTensor, HostSnapshot
-from piper_runtime.rank.optimizer import OptimizerState
-from piper_runtime.rank.rank_state import RankState
+from piper_runtime.rank.binding.rank_state import RankState
+from piper_runtime.rank.optimizers.optimizer import OptimizerState
 from piper_runtime.weights.dcp_tensors import DcpTensor, read_range
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.weights.safetensors_file import FREE_TEXT, LENGTH, STORED_DTYPES
 
 ALIGNMENT = 8

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from piper_ir.codec import loads
-from piper_ir.errors import FormatError, JobError, PiperWarning
-from piper_ir.plan import Plan
-from piper_ir.sizes import TensorSpec, bind
+from piper_ir.ground.codec import loads
+from piper_ir.ground.errors import FormatError, JobError, PiperWarning
+from piper_ir.ground.sizes import TensorSpec, bind
+from piper_ir.plan.plan import Plan
 from piper_runtime.checkpoint.meta import CheckpointMeta, data_changes
 from piper_runtime.checkpoint.rank_tensors import (
     OPTIMIZER,
@@ -24,15 +24,15 @@ from piper_runtime.checkpoint.rank_tensors import (
     saved_dtypes,
 )
 from piper_runtime.checkpoint.settings import step_of
-from piper_runtime.rank.job import Job
-from piper_runtime.rank.optimizer_calls import (
+from piper_runtime.rank.job.job import Job
+from piper_runtime.rank.optimizers.optimizer_calls import (
     advance,
     call_optimizers,
     call_schedulers,
     meta_parameters,
     schedule_state,
 )
-from piper_runtime.rank.optimizer_groups import groups_of, optimizer_spec, state_keys
+from piper_runtime.rank.optimizers.optimizer_groups import groups_of, optimizer_spec, state_keys
 from piper_runtime.weights.dcp_tensors import SavedTensor
 from piper_runtime.weights.marker import META, decoded, marked_tensors
 

@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper_ir.errors import JobError, OutputError
-from piper_ir.keywords import checked_fields
+from piper_ir.ground.errors import JobError, OutputError
+from piper_ir.ground.keywords import checked_fields
 from piper_runtime.checkpoint.sole_writer import sole_writer
 from piper_runtime.weights.marker import MARKER
 

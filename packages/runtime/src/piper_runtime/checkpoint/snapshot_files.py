@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from piper_ir.errors import ExecutionError
+from piper_ir.ground.errors import ExecutionError
 from piper_runtime.checkpoint.rank_tensors import NamedRange, Number
 
 INDEX, BYTES, PRESENT = ".index", ".bytes", ".present"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 LOCK = ".lock"
 """The end of the name of a file that is locked."""

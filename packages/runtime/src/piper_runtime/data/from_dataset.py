@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.data.batch_source import BatchSource
 from piper_runtime.data.permutation import permutation
 

@@ -7,7 +7,7 @@ from itertools import chain
 from math import gcd
 from typing import Any
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.data.batch_source import BatchSource
 from piper_runtime.data.from_dataset import Collate, bound_rows, collate_of, pair_of
 

@@ -32,11 +32,11 @@ from typing import Any, Protocol
 
 import torch
 
-from piper_ir.plan import COMPUTE
+from piper_ir.plan.plan import COMPUTE
 from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING, Heartbeat, StreamAborted, StreamWaits
 from piper_runtime.engine.trace import TimedSpan
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundInstr
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundInstr
 
 POLL_S = 50e-6
 """The seconds between two looks at the device at the end of a step, by which a step may end too late."""

@@ -8,14 +8,14 @@ from typing import TypeVar
 
 import torch
 
-from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.ground.errors import ExecutionError, PiperError
 from piper_runtime.engine.exchanges import Exchanges
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.streams import ISSUED, STEP, Heartbeat, Posted, StreamAborted, StreamBackend
 from piper_runtime.engine.trace import TimedSpan
-from piper_runtime.rank.code import raised_in_step
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, Rank
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm, Rank
+from piper_runtime.rank.values.code import raised_in_step
 
 Communicate = Callable[[BoundComm], Thunk]
 """A function that binds a communication to a communicator: it returns a closure that runs it to its end."""

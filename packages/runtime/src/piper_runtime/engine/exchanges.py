@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from piper_ir.collectives import law_of
-from piper_ir.plan import inside_channel
+from piper_ir.plan.plan import inside_channel
+from piper_ir.program.collectives import law_of
 from piper_ops import Cuts
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, Rank
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm, Rank
 
 
 class Exchanges:
     """Run collectives of one rank, each by a kind and an axis; `communicate` binds them to a communicator.
 
-    A call takes what `piper_ops.collectives` describes and returns a new tensor. What a reduce-scatter is given is
-    undefined afterwards. An all-reduce works in place: it returns what it is given. With `cuts` an all-to-all sends and
-    gets other numbers of rows from each, and returns what it writes into.
+    A call takes what `piper_ops.pointwise.collectives` describes and returns a new tensor. What a reduce-scatter is
+    given is undefined afterwards. An all-reduce works in place: it returns what it is given. With `cuts` an all-to-all
+    sends and gets other numbers of rows from each, and returns what it writes into.
     """
 
     def __init__(self, rank: Rank, communicate: Callable[[BoundComm], Thunk]) -> None:

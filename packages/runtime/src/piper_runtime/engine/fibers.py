@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from piper_ir.collectives import law_of
+from piper_ir.program.collectives import law_of
 from piper_ops import Cuts
 
 

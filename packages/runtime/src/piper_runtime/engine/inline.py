@@ -15,17 +15,17 @@ from typing import assert_never
 
 import torch
 
-from piper_ir.collectives import Law, law_of
-from piper_ir.errors import ExecutionError, PiperError, RankError
-from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, inside_channel
+from piper_ir.ground.errors import ExecutionError, PiperError, RankError
+from piper_ir.plan.plan import COMPUTE, inside_channel
+from piper_ir.program.collectives import Law, law_of
+from piper_ir.program.ops import Compute
 from piper_runtime.engine.fibers import ExchangeRequest, Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
-from piper_runtime.rank.batch_totals import counting_ranks
-from piper_runtime.rank.code import raised_in_step
-from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
-from piper_runtime.rank.rank_state import no_exchange
+from piper_runtime.rank.batches.batch_totals import counting_ranks
+from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.binding.rank_state import no_exchange
+from piper_runtime.rank.values.code import raised_in_step
 
 
 @dataclass
@@ -259,7 +259,7 @@ def _cut(requests: Sequence[ExchangeRequest]) -> list[torch.Tensor]:
 def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return what each device gets of a collective inside of a step, given what each gives.
 
-    These stack along a leading dimension, or take it away (`piper_ops.collectives`).
+    These stack along a leading dimension, or take it away (`piper_ops.pointwise.collectives`).
     """
     law = law_of(kind)
     whole = [g if law.reads == "whole" and law.blocks else g.unsqueeze(0) for g in given]

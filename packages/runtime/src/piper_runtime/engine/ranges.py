@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from piper_runtime.engine.engine import Communicate
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, Rank
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
-from piper_ir.plan import COMPUTE
-from piper_runtime.rank.parts import Thunk
+from piper_ir.plan.plan import COMPUTE
+from piper_runtime.rank.binding.parts import Thunk
 
 StreamWaits = tuple[tuple[str, int], ...]
 

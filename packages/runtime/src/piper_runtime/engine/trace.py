@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from piper_ir.ops import COMM, Compute, Load
-from piper_ir.plan import COMPUTE, Instr, Plan
-from piper_ir.plan_bytes import PlanBytes
-from piper_ir.sizes import bind
-from piper_ir.trace import BATCH, MemSample, Span, Trace
+from piper_ir.ground.sizes import bind
+from piper_ir.ground.trace import BATCH, MemSample, Span, Trace
+from piper_ir.plan.plan import COMPUTE, Instr, Plan
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.program.ops import COMM, Compute, Load
 from piper_runtime.engine.memory import MemoryPoint
 
 TimedSpan = tuple[int, float, float]

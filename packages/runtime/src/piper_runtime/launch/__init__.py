@@ -3,18 +3,18 @@
 May import: data, weights, rank, checkpoint, engine, transport, profile.
 """
 
-from piper_runtime.launch.command_lines import launch_sections, launch_text
-from piper_runtime.launch.emulation import Durations, Emulation, emulate
-from piper_runtime.launch.inline_run import rank_job
-from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, check_startable, open_pool
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.protocol import Failure
-from piper_runtime.launch.ray_cluster import RayWording, connect
-from piper_runtime.launch.recovery import Replan, Restart
-from piper_runtime.launch.report import Interrupted, StepRecord, measured_counter
-from piper_runtime.launch.result import WARMUP_STEPS, Run
-from piper_runtime.launch.run import check_request, execute
-from piper_runtime.launch.torchrun import is_first, is_first_to_say
+from piper_runtime.launch.ground.protocol import Failure
+from piper_runtime.launch.ground.recovery import Replan, Restart
+from piper_runtime.launch.ground.report import Interrupted, StepRecord, measured_counter
+from piper_runtime.launch.ground.result import WARMUP_STEPS, Run
+from piper_runtime.launch.processes.emulation import Durations, Emulation, emulate
+from piper_runtime.launch.processes.processes import Pool
+from piper_runtime.launch.ray.ray_cluster import RayWording, connect
+from piper_runtime.launch.running.inline_run import rank_job
+from piper_runtime.launch.running.launchers import Launcher, LauncherKind, Workers, launcher_kind, open_pool
+from piper_runtime.launch.running.run import check_request, execute
+from piper_runtime.launch.torchrun.command_lines import launch_sections, launch_text
+from piper_runtime.launch.torchrun.torchrun import is_first, is_first_to_say
 
 __all__ = [
     "Durations",
@@ -22,6 +22,7 @@ __all__ = [
     "Failure",
     "Interrupted",
     "Launcher",
+    "LauncherKind",
     "Pool",
     "RayWording",
     "Replan",
@@ -30,9 +31,7 @@ __all__ = [
     "StepRecord",
     "WARMUP_STEPS",
     "Workers",
-    "check_launcher",
     "check_request",
-    "check_startable",
     "connect",
     "emulate",
     "execute",
@@ -41,6 +40,7 @@ __all__ = [
     "launch_sections",
     "launch_text",
     "measured_counter",
+    "launcher_kind",
     "open_pool",
     "rank_job",
 ]

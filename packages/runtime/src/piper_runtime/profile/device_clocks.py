@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from piper_runtime.engine.core_waits import core_waits
-from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.binding.parts import Thunk
 
 
 class Clock(Protocol):

@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 
-from piper_ir.plan import Plan
+from piper_ir.plan.plan import Plan
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import CpuStreams, Heartbeat, Posted
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import instructions_plan, messages_plan
-from piper_runtime.rank.job import NamedParameters
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, Rank
-from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm, Rank
+from piper_runtime.rank.binding.rank_state import RankJob
+from piper_runtime.rank.job.job import NamedParameters
 
 INSTRUCTIONS = 512
 """The number of instructions in a plan that does nothing else."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from piper_ir.collectives import COLLECTIVES, law_of
+from piper_ir.program.collectives import COLLECTIVES, law_of
 from piper_runtime.engine.core_waits import core_waits_of_all
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import channels_plan, group_channel
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 

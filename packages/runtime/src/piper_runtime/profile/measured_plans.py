@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from piper_ir.mesh import Mesh
-from piper_ir.ops import Recv, Send, Zeros
-from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
-from piper_ir.program import Param
-from piper_ir.sizes import TensorSpec
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
+from piper_ir.program.ops import Recv, Send, Zeros
+from piper_ir.program.program import Param
 
 DTYPE = "float32"
 PIPE = "pipe"

@@ -22,12 +22,12 @@ from functools import partial
 
 import torch
 
-from piper_ir.collectives import law_of
-from piper_ir.errors import ExecutionError
-from piper_ir.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
-from piper_ir.plan import Part, Plan
-from piper_ir.plan_bytes import PlanBytes
-from piper_ir.program import Step
+from piper_ir.ground.errors import ExecutionError
+from piper_ir.plan.plan import Part, Plan
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.program.collectives import law_of
+from piper_ir.program.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
+from piper_ir.program.program import Step
 from piper_ops import Cuts
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
@@ -35,16 +35,16 @@ from piper_runtime.profile.device_clocks import clock_of
 from piper_runtime.profile.host_costs import host_seconds, issue_seconds
 from piper_runtime.profile.measure_messages import Messages, MessageSample
 from piper_runtime.profile.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
-from piper_runtime.rank import device as devices
-from piper_runtime.rank.batches import flatten_batch, microbatch_rows
-from piper_runtime.rank.code import ShippedCode, missing_operators
-from piper_runtime.rank.job import Batch
-from piper_runtime.rank.parts import Thunk, bind_alloc, bind_operand, bind_part
-from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import RankJob
-from piper_runtime.rank.rng import Draws
-from piper_runtime.rank.shipping import Parcel
-from piper_runtime.rank.store import empty_value
+from piper_runtime.rank.batches.batches import flatten_batch, microbatch_rows
+from piper_runtime.rank.binding.parts import Thunk, bind_alloc, bind_operand, bind_part
+from piper_runtime.rank.binding.rank import Rank
+from piper_runtime.rank.binding.rank_state import RankJob
+from piper_runtime.rank.job.job import Batch
+from piper_runtime.rank.sending.shipping import Parcel
+from piper_runtime.rank.values import device as devices
+from piper_runtime.rank.values.code import ShippedCode, missing_operators
+from piper_runtime.rank.values.rng import Draws
+from piper_runtime.rank.values.store import empty_value
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.transport import agreed_transport, nccl_of, shared, take_device

@@ -3,25 +3,35 @@
 May import: data, weights.
 """
 
-from piper_runtime.rank.allocator import keep_freed_memory
-from piper_runtime.rank.batches import call_batch
-from piper_runtime.rank.code import ExportedCode, ShippedCode
-from piper_runtime.rank.code_names import Home, Import, cells, full_name, function_of, home_of, is_foreign, names_in, origin_of
-from piper_runtime.rank.device import choose_device, default_kind, using
-from piper_runtime.rank.evaluation import Evaluation
-from piper_runtime.rank.feed import upload
-from piper_runtime.rank.job import InitialState, Job, materialize
-from piper_runtime.rank.job_evaluation import of_loss, of_outputs
-from piper_runtime.rank.optimizer_groups import OptimizerSpec, optimizer_spec
-from piper_runtime.rank.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations
-from piper_runtime.rank.own_writes import names_of_the_process
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.precision import Precision
-from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
-from piper_runtime.rank.rank_state import RankJob
-from piper_runtime.rank.rng import Draws, rng_seed
-from piper_runtime.rank.same_model import check_same_model
-from piper_runtime.rank.shipping import RECIPE_MARK, pack
+from piper_runtime.rank.batches.batches import call_batch
+from piper_runtime.rank.batches.feed import upload
+from piper_runtime.rank.binding.evaluation import Evaluation
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.binding.rank_state import RankJob
+from piper_runtime.rank.binding.same_model import check_same_model
+from piper_runtime.rank.job.job import InitialState, Job, materialize
+from piper_runtime.rank.job.job_evaluation import of_loss, of_outputs
+from piper_runtime.rank.job.precision import Precision
+from piper_runtime.rank.optimizers.optimizer_groups import OptimizerSpec, optimizer_spec
+from piper_runtime.rank.optimizers.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations
+from piper_runtime.rank.sending.code_names import (
+    Home,
+    Import,
+    cells,
+    full_name,
+    function_of,
+    home_of,
+    is_foreign,
+    names_in,
+    origin_of,
+)
+from piper_runtime.rank.sending.own_writes import names_of_the_process
+from piper_runtime.rank.sending.shipping import RECIPE_MARK, pack
+from piper_runtime.rank.values.allocator import keep_freed_memory
+from piper_runtime.rank.values.code import ExportedCode, ShippedCode
+from piper_runtime.rank.values.device import choose_device, default_kind, using
+from piper_runtime.rank.values.rng import Draws, rng_seed
 
 __all__ = [
     "BoundComm",

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from piper_ir.errors import ExecutionError
-from piper_ir.plan import Plan
+from piper_ir.ground.errors import ExecutionError
+from piper_ir.plan.plan import Plan
 from piper_runtime.engine.streams import Posted
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.transport.store_meeting import StoreMeeting
 
 LOOPBACK = "127.0.0.1"

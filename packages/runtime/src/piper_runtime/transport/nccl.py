@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.transport.gloo import FOREVER, GlooCommunicators, no_binding, void
 
 

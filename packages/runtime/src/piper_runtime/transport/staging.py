@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from piper_ir.plan import Plan
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm
+from piper_ir.plan.plan import Plan
+from piper_runtime.rank.binding.parts import Thunk
+from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.transport.gloo import GlooCommunicators
 
 

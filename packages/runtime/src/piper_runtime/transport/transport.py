@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from piper_ir.errors import ExecutionError
-from piper_ir.plan import COMPUTE
+from piper_ir.ground.errors import ExecutionError
+from piper_ir.plan.plan import COMPUTE
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Communicate, Engine
 from piper_runtime.engine.streams import CpuStreams, Heartbeat, StreamBackend
-from piper_runtime.rank.batch_totals import counting_ranks
-from piper_runtime.rank.device import choose_device
-from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.batches.batch_totals import counting_ranks
+from piper_runtime.rank.binding.rank import Rank
+from piper_runtime.rank.values.device import choose_device
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.staging import StagedCommunicators

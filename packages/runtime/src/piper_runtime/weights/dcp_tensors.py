@@ -19,7 +19,7 @@ from zipfile import BadZipFile, ZipFile, is_zipfile
 import torch
 from torch import Tensor
 
-from piper_ir.errors import FormatError, JobError
+from piper_ir.ground.errors import FormatError, JobError
 from piper_ops import dtype_name
 from piper_runtime.weights.boxes import Box, boxes_of_ranges
 

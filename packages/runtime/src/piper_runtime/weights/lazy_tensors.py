@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.weights.recording import Recording
 from piper_runtime.weights.renaming import PlacedTensor, listed
 

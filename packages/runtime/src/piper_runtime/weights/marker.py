@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from piper_ir.codec import read_document
-from piper_ir.errors import FormatError, JobError
+from piper_ir.ground.codec import read_document
+from piper_ir.ground.errors import FormatError, JobError
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, MOST_BYTES, SavedBox, SavedTensor, read_metadata, unreadable
 
 MARKER = "complete.json"

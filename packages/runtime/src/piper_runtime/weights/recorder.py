@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_ir.tools import user_code, user_line
 from piper_runtime.weights.recording import TRUNCATED, RecordedCall, Recording, StorageView
 from piper_runtime.weights.shared_memory import check_separate

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 TRUNCATED = "trunc_normal_"
 """The name of the one function of `torch.nn.init` that counts as one call: how often it draws depends on the draws."""

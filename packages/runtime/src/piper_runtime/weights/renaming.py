@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 SHOWN = 4
 """The number of names that a message lists."""

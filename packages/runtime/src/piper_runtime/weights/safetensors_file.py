@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,

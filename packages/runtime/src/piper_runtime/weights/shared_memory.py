@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 
 
 def check_separate(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from piper_ir.errors import JobError
+from piper_ir.ground.errors import JobError
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, dcp_tensors, weights_in
 from piper_runtime.weights.marker import MARKER, marked_tensors
 from piper_runtime.weights.renaming import FileTensor

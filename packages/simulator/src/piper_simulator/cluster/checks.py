@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from piper_ir.errors import ClusterError
+from piper_ir.ground.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
-from piper_ir.errors import ClusterError
-from piper_ir.limits import MOST_RANKS
+from piper_ir.ground.errors import ClusterError
+from piper_ir.ground.limits import MOST_RANKS
 from piper_simulator.cluster.checks import COUNT, INDEX, Count, Factor, KeyPath, check_fields
 from piper_simulator.cluster.device import CPU, Device
 from piper_simulator.cluster.network import Links, Network

@@ -27,9 +27,9 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from piper_ir.codec import unique_keys
-from piper_ir.costs import CommDuration, Duration
-from piper_ir.errors import ClusterError
+from piper_ir.ground.codec import unique_keys
+from piper_ir.ground.errors import ClusterError
+from piper_ir.program.costs import CommDuration, Duration
 from piper_simulator.cluster.checks import (
     COUNT,
     FACTOR,

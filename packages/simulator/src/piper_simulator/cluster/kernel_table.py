@@ -28,10 +28,10 @@ from functools import cached_property
 from math import exp, log, prod, sqrt
 from typing import Annotated, Any, Literal
 
-from piper_ir.program import Kernel
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.ground.trace import Source
+from piper_ir.program.program import Kernel
 from piper_ir.tools import log_log, within
-from piper_ir.trace import Source
 from piper_simulator.cluster.checks import (
     COUNT,
     TEXT,
@@ -69,7 +69,7 @@ class KernelDuration:
 
     Attributes:
         kind: kind of kernel, as in plans.
-        op: the operator (`piper_ir.program.Kernel.op`), "" for any of this kind.
+        op: the operator (`piper_ir.program.program.Kernel.op`), "" for any of this kind.
         axis: the meaning of `size`: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans
             count them.
         source: where the measurement comes from.

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from piper_ir.errors import ClusterError
-from piper_ir.limits import MOST_RANKS
+from piper_ir.ground.errors import ClusterError
+from piper_ir.ground.limits import MOST_RANKS
 from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.cluster_file import read_cluster
 from piper_simulator.cluster.device import CPU, Device

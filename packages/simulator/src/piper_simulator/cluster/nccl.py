@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, log2
 
-from piper_ir.collectives import law_of
+from piper_ir.program.collectives import law_of
 from piper_simulator.cluster.checks import NotNegative, Positive
 
 LL, LL128, SIMPLE = range(3)

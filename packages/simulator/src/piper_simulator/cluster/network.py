@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
 
-from piper_ir.collectives import COLLECTIVES
-from piper_ir.costs import CommDuration, Costs
+from piper_ir.program.collectives import COLLECTIVES
+from piper_ir.program.costs import CommDuration, Costs
 from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Positive, check_fields, one_of
 from piper_simulator.cluster.nccl import Nccl
 

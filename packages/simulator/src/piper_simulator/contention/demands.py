@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from piper_ir.errors import ClusterError
+from piper_ir.ground.errors import ClusterError
 from piper_simulator.contention.flows import End, Wiring, demand, route, shared_resources
 from piper_simulator.contention.rates import Flow
 

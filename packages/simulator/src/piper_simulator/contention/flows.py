@@ -1,9 +1,9 @@
 """Compute the load of a plan's messages on a cluster: on links, NICs, memory and SMs.
 
 `piper_simulator.contention.rates` computes the rates that follow from it. A message of B bytes per rank carries B over
-the wire point-to-point, and in a collective of n ranks what `piper_ir.collectives.Law.wire` says: 2 (n - 1) / n B for
-an all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective, for it
-reads what it sends and writes what it receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to
+the wire point-to-point, and in a collective of n ranks what `piper_ir.program.collectives.Law.wire` says: 2 (n - 1) / n
+B for an all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective, for
+it reads what it sends and writes what it receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to
 each other one, as if point-to-point; the other collectives go around a ring.
 
 While a message runs it takes of each link on its way the part (wire bytes / duration) / (link's bytes/s). What a
@@ -36,11 +36,11 @@ from functools import cached_property
 from itertools import permutations
 from typing import TypeVar, assert_never
 
-from piper_ir.collectives import law_of
-from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM, Op, message_op
-from piper_ir.plan import Channel, Plan
-from piper_ir.timing import Prepared
+from piper_ir.fold.timing import Prepared
+from piper_ir.ground.errors import ClusterError
+from piper_ir.plan.plan import Channel, Plan
+from piper_ir.program.collectives import law_of
+from piper_ir.program.ops import COMM, Op, message_op
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.cost_model import Work

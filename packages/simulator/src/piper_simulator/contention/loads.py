@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from piper_ir.plan import Plan
-from piper_ir.timing import Prepared
+from piper_ir.fold.timing import Prepared
+from piper_ir.plan.plan import Plan
 from piper_simulator.contention.flows import PlanLoads, Wiring, slows_anything
 from piper_simulator.contention.rates import Flow
 from piper_simulator.durations.cost_model import StepMessages, Work

@@ -6,11 +6,11 @@ from functools import partial
 from numbers import Real
 from typing import Any, get_args
 
-from piper_ir.costs import Costs
-from piper_ir.errors import ClusterError, CostModelError, PiperError, PlanError
-from piper_ir.plan import Instr, Plan, RolePlan
+from piper_ir.ground.errors import ClusterError, CostModelError, PiperError, PlanError
+from piper_ir.ground.trace import Source
+from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.program.costs import Costs
 from piper_ir.tools import user_code, user_line
-from piper_ir.trace import Source
 from piper_simulator.cluster.checks import is_finite, shown
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper_ir.collectives import law_of
-from piper_ir.costs import Duration
+from piper_ir.program.collectives import law_of
+from piper_ir.program.costs import Duration
 from piper_simulator.cluster import nccl
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.network import Links, Network, SlowLink

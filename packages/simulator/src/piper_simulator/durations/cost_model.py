@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
-from piper_ir.costs import Costs
-from piper_ir.instr_table import InstrTable
-from piper_ir.plan import Instr, Plan, RolePlan
-from piper_ir.trace import Source
+from piper_ir.ground.trace import Source
+from piper_ir.plan.instr_table import InstrTable
+from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
 
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from piper_ir.costs import Costs, Duration
-from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
-from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
-from piper_ir.plan_bytes import PlanBytes
-from piper_ir.program import Chunk, Step
-from piper_ir.trace import Source
+from piper_ir.ground.errors import ClusterError
+from piper_ir.ground.trace import Source
+from piper_ir.plan.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.plan.plan_bytes import PlanBytes
+from piper_ir.program.costs import Costs, Duration
+from piper_ir.program.ops import COMM, Comm, Compute, Load, Update, message_op
+from piper_ir.program.program import Chunk, Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group

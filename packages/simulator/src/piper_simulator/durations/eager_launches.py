@@ -25,11 +25,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from piper_ir.program import Kernel
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.program.program import Kernel
 
 SLICE = 2**24
-"""The logits that cross-entropy handles at once on a CUDA device (SLICE_ELEMENTS of piper_ops.losses)."""
+"""The logits that cross-entropy handles at once on a CUDA device (SLICE_ELEMENTS of piper_ops.pointwise.losses)."""
 SHARED_BYTES, REDUCTION_BYTES = 48 * 1024, 32 * 4
 """The shared memory that a block has without asking, and the part that a reduction over its 32 warps takes."""
 VECTOR_BYTES = 16

@@ -18,11 +18,11 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from piper_ir.errors import PlanError
-from piper_ir.expert_tokens import LOAD_NOT_MEASURED
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Kernel
-from piper_ir.sizes import bind
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Plan
+from piper_ir.program.program import Chunk, Kernel
 from piper_simulator.durations.expert_work import EVEN, Loads, further_rounds, has_further_rounds, places_over_mean
 
 EXPERTS = "experts"

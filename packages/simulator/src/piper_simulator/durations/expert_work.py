@@ -1,7 +1,8 @@
 """Say what devices that share experts compute and exchange in a step, by the load of the fullest of them.
 
 A mixture with a capacity computes all places of its experts and sends them all, whatever tokens choose: nothing here
-changes with the load. A dropless one (`piper_ops.rounds`) has places for `bound` times the mean of a device's rows:
+changes with the load. A dropless one (`piper_ops.experts.rounds`) has places for `bound` times the mean of a device's
+rows:
 
 - Its grouped products meet the rows there are, which are `load` times the mean, and not the places beyond. Element-wise
   operations and messages between GPUs are of all places.
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
-from piper_ir.layout import StepCollective
-from piper_ir.program import Chunk, Cost, Kernel, Step
-from piper_ir.sizes import ITEM_BYTES, Dim, bind
+from piper_ir.ground.sizes import ITEM_BYTES, Dim, bind
+from piper_ir.program.layout import StepCollective
+from piper_ir.program.program import Chunk, Cost, Kernel, Step
 
 TRADES = ("experts_send", "experts_take", "experts_give", "experts_home")
 """The operators that bring rows into and out of the places for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
+from piper_ir.plan.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
 
 
 def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:

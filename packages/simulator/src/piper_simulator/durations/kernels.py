@@ -25,9 +25,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from piper_ir.program import Cost, Kernel, Step
-from piper_ir.sizes import bind
-from piper_ir.trace import Source
+from piper_ir.ground.sizes import bind
+from piper_ir.ground.trace import Source
+from piper_ir.program.program import Cost, Kernel, Step
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.kernel_table import SOURCES, Found, How
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch

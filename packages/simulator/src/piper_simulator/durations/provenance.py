@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from piper_ir.costs import Costs
-from piper_ir.plan import Plan
-from piper_ir.program import Chunk, Step
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
+from piper_ir.program.program import Chunk, Step
 from piper_ir.tools import machine_name
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import CPU, Device

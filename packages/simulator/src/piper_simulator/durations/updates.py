@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from piper_ir.ops import Update
-from piper_ir.plan import Category, Plan, RolePlan, State
-from piper_ir.plan_bytes import own_bytes
-from piper_ir.sizes import ITEM_BYTES
+from piper_ir.ground.sizes import ITEM_BYTES
+from piper_ir.plan.plan import Category, Plan, RolePlan, State
+from piper_ir.plan.plan_bytes import own_bytes
+from piper_ir.program.ops import Update
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import launched, memory_fraction
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from piper_ir.ops import COMM, Compute
-from piper_ir.phases import instr_label
-from piper_ir.plan import Instr, Plan, RolePlan
-from piper_ir.timing import Prepared
+from piper_ir.fold.timing import Prepared
+from piper_ir.plan.phases import instr_label
+from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.program.ops import COMM, Compute
 from piper_simulator.explanation.critical import PathPiece
 
 CauseKind = Literal["compute", "communication", "host"]

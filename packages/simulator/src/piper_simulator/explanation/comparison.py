@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from piper_ir.errors import PlanError
+from piper_ir.ground.errors import PlanError
 from piper_simulator.explanation.causes import Cause
 from piper_simulator.explanation.why import Why
 

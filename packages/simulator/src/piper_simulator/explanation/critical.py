@@ -1,8 +1,8 @@
 """Find why an instruction ran when it did: chains of causes back to the start of the step.
 
-The longest is the critical path. By each rule of `piper_ir.timing` a node waits for something; the last to come is its
-cause, and so on from there. Of two that come at the same moment, the predecessor on the same stream counts first, then
-a wait, then the host: a chain leaves a device only where it must.
+The longest is the critical path. By each rule of `piper_ir.fold.timing` a node waits for something; the last to come is
+its cause, and so on from there. Of two that come at the same moment, the predecessor on the same stream counts first,
+then a wait, then the host: a chain leaves a device only where it must.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, repeat
 from typing import Literal
 
-from piper_ir.timing import Prepared, Times
+from piper_ir.fold.timing import Prepared, Times
 
 Holder = Literal["compute", "communication", "latency", "host"]
 """The kind of a cause. compute: an instruction runs. communication: a message occupies its streams.

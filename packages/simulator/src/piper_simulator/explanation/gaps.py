@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from piper_ir.timing import Prepared, Times
+from piper_ir.fold.timing import Prepared, Times
 from piper_simulator.explanation.critical import Chains, NodeMoment, PathPiece
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from piper_ir.costs import Costs, Duration
+from piper_ir.program.costs import Costs, Duration
 from piper_simulator.durations.checked import model_for
 from piper_simulator.explanation.whatif import Case
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from piper_ir.costs import Costs
-from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times, prepare, sweep
+from piper_ir.fold.timing import Prepared, Times, prepare, sweep
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.network import Links

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from piper_ir.costs import Costs
-from piper_ir.errors import PlanError
-from piper_ir.keywords import checked_call
-from piper_ir.memory import peak
-from piper_ir.plan import Plan
+from piper_ir.fold.memory import peak
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.keywords import checked_call
+from piper_ir.ground.trace import Source
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
 from piper_ir.tools import no_garbage_collection
-from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import under_load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper_ir.costs import AllocatorCosts
-from piper_ir.plan import DeviceType, Plan, RolePlan
+from piper_ir.plan.plan import DeviceType, Plan, RolePlan
+from piper_ir.program.costs import AllocatorCosts
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 

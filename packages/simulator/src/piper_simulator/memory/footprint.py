@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from piper_ir.memory_owners import Held, held_at_peak
-from piper_ir.ops import Compute
-from piper_ir.plan import Plan, RolePlan
+from piper_ir.fold.memory_owners import Held, held_at_peak
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.ops import Compute
 from piper_simulator.memory.device_memory import DeviceMemory
 
 LINES = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from piper_ir.memory_owners import MemoryOwner
+from piper_ir.fold.memory_owners import MemoryOwner
 from piper_ir.tools import size_text, time_text
 
 SHOWN = 3

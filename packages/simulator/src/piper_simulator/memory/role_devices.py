@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from piper_ir.costs import AllocatorCosts
-from piper_ir.plan import Plan, RolePlan
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.costs import AllocatorCosts
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from piper_ir.memory_steps import MemoryStep, PartUse, steps
-from piper_ir.plan import Part, Plan, RolePlan
+from piper_ir.fold.memory_steps import MemoryStep, PartUse, steps
+from piper_ir.plan.plan import Part, Plan, RolePlan
 from piper_simulator.memory.caching_allocator import CachedBlock, CachingAllocator
 
 Snapshot = dict[str, Any]

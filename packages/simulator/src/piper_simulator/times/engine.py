@@ -1,8 +1,9 @@
 """Run plans by events: each stream of each role goes on by itself, from one SimPy event to the next.
 
-The rules are those of `piper_ir.timing`, which sweeps the same plan in a fixed order instead; a property test holds the
-two against each other. With `flows`, what runs at the same time slows each other down: an instruction then takes its
-duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no contention.
+The rules are those of `piper_ir.fold.timing`, which sweeps the same plan in a fixed order instead; a property test
+holds the two against each other. With `flows`, what runs at the same time slows each other down: an instruction then
+takes its duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no
+contention.
 
 The engine is deterministic: streams start in plan order, and SimPy handles events of one moment in the order in which
 they were made.
@@ -20,8 +21,8 @@ from itertools import accumulate, repeat
 from simpy import Environment, Event
 from simpy.events import Timeout
 
-from piper_ir.steady_state import host_seconds, later_half, steady
-from piper_ir.timing import Prepared, Times, after_updates
+from piper_ir.fold.steady_state import host_seconds, later_half, steady
+from piper_ir.fold.timing import Prepared, Times, after_updates
 from piper_simulator.contention.loads import TimedPiece
 from piper_simulator.contention.rates import Flow
 from piper_simulator.times.shared_activities import SharedActivities
@@ -67,7 +68,7 @@ def period(
     issue: float,
     inside: Mapping[int, Sequence[TimedPiece]] | None = None,
 ) -> float:
-    """Return the period as `piper_ir.steady_state.period` does, but under contention.
+    """Return the period as `piper_ir.fold.steady_state.period` does, but under contention.
 
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
     less to share with. Where a stream runs so far ahead that hardly any step is left, all count.

@@ -7,7 +7,7 @@ Healthy clusters show steps whose c is 0.05 to 0.5 %: 0.05 % between repeated ru
 0.5 % on two L4 (Mist, arXiv 2503.19050).
 
 Every rank draws for itself, also where a role stands for many. A collective waits for the latest of its members, which
-is why more replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.timing`: twice per
+is why more replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.fold.timing`: twice per
 repetition, once for a step alone and once for the next of steps that follow each other. Of very many ranks only some
 replicas are timed (`MOST`), and a note says so: the latest of few is earlier than the latest of all.
 
@@ -23,10 +23,10 @@ from math import exp, log
 from random import Random
 from typing import Any
 
-from piper_ir.errors import PlanError
-from piper_ir.limits import most
-from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times, prepare, sweep
+from piper_ir.fold.timing import Prepared, Times, prepare, sweep
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.limits import most
+from piper_ir.plan.plan import Plan
 from piper_simulator.durations.instances import instances
 from piper_simulator.times.splitting import SplitPlan, each_rank
 

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from piper_ir.ops import COMM
-from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.plan.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import COMM
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import Resource, Wiring, passes, wiring
 from piper_simulator.durations.communication import rank_group

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from piper_ir import steady_state, timing
-from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times
+from piper_ir.fold import steady_state, timing
+from piper_ir.fold.timing import Prepared, Times
+from piper_ir.plan.plan import Plan
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import named_sms, wiring
 from piper_simulator.contention.loads import SharedFlows, all_loads

@@ -5,6 +5,8 @@ that an op cannot compute itself, and `indexes` puts the ops of a graph together
 `asked` checks those that the user names, `choice` takes the indexes that an axis shares, `unfuse` and `means` take ops
 apart that keep devices from it, `decide` says of each op what it is computed in parts of, and `local` rewrites the
 graph for one device.
+
+May import: torch_api, values, graphs, steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,7 @@ from math import prod
 
 from torch import fx
 
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.asked import NamedIndexes, check_asked
 from piper_compiler.capture.layouts.choice import (
     HEADS,
@@ -32,8 +35,7 @@ from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.reasons import title, wants_whole
-from piper_compiler.capture.stepgraph import Joint
-from piper_ir.layout import Sharding
+from piper_ir.program.layout import Sharding
 
 __all__ = [
     "HEADS",

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.choice import in_crossing, shareable, taken_apart
 from piper_compiler.capture.layouts.fitting import uneven
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, Spots, names_of, spots_of
 from piper_compiler.capture.layouts.reasons import obstacle
-from piper_compiler.capture.stepgraph import Joint
-from piper_ir.errors import DirectiveError
-from piper_ir.layout import EXPERTS, EXPERTS_SHARED, Sharding
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.program.layout import EXPERTS, EXPERTS_SHARED, Sharding
 
 HINTS = {"tokens": 'stream="tokens" shares it', EXPERTS: f"devices share the experts of a mixture by {EXPERTS_SHARED}"}
 """The advice about indexes that devices cannot share like others, by the name of the index."""

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import fx
 
+from piper_compiler.capture.graphs.stepgraph import TOKENS, Joint
 from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ZIGZAG
 from piper_compiler.capture.layouts.decide import SharedAxis
@@ -25,9 +26,8 @@ from piper_compiler.capture.layouts.means import means_apart
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.nest_places import NestPlace, has_nest, index_at, nest_places
 from piper_compiler.capture.layouts.unfuse import unfused
-from piper_compiler.capture.stepgraph import TOKENS, Joint
-from piper_ir.errors import DirectiveError
-from piper_ir.layout import Sharding
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.program.layout import Sharding
 
 HEADS = 2
 """The dimension of a query of attention that holds the heads."""

@@ -4,7 +4,7 @@ Each device has the queries of its tokens. Step by step they meet the keys of on
 results are merged by their logsumexps (Liu et al., Ring attention, arXiv 2310.01889). In a ring keys and values go from
 device to device; gathered ones are there. The backward runs each step's gradient by itself, with the final result and
 logsumexp; the gradients of queries stay, and those of keys and values go around with these, or are terms of a sum.
-`piper_ops.context` tells of the order "zigzag", in which all devices have equal work.
+`piper_ops.attention.context` tells of the order "zigzag", in which all devices have equal work.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from piper_compiler.capture import aliasing
-from piper_compiler.capture._torch import OpOverload
-from piper_compiler.capture.coordinate import Coordinate
-from piper_compiler.capture.kernels import COUNTS
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import LoopIndex, OpIndexes
 from piper_compiler.capture.layouts.loops import Emit, LoopPlace, LoopRewrite, OpCall
 from piper_compiler.capture.layouts.reasons import title
 from piper_compiler.capture.layouts.rewrites import OpArguments
-from piper_compiler.capture.stepgraph import Joint
-from piper_ir.errors import DirectiveError
-from piper_ir.layout import Sharding
+from piper_compiler.capture.steps.kernels import COUNTS
+from piper_compiler.capture.torch_api._torch import OpOverload
+from piper_compiler.capture.values import aliasing
+from piper_compiler.capture.values.coordinate import Coordinate
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.program.layout import Sharding
 from piper_ops import context_add, context_merge, context_take, shift
 
 aten = torch.ops.aten

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from piper_compiler.capture import aliasing
-from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.layouts.decide import SUM, Along, SharedAxis
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import LoopIndex
-from piper_ir.mesh import whole_axis
+from piper_compiler.capture.values import aliasing
+from piper_compiler.capture.values.coordinate import Coordinate
+from piper_ir.ground.mesh import whole_axis
 from piper_ops import all_gather, all_reduce, all_to_all, reduce_scatter
 
 aten = torch.ops.aten

@@ -16,10 +16,10 @@ from enum import Enum
 import torch
 from torch import fx
 
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts import context
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopRewrite
-from piper_compiler.capture.stepgraph import Joint
 
 
 class Sum(Enum):

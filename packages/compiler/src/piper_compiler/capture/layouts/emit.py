@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from piper_compiler.capture._torch import FakeTensorMode, OpOverload
-from piper_compiler.capture.kernels import SHARED
+from piper_compiler.capture.steps.kernels import SHARED
+from piper_compiler.capture.torch_api._torch import FakeTensorMode, OpOverload
 
 aten = torch.ops.aten
 

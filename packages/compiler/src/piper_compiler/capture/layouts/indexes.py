@@ -16,10 +16,10 @@ from math import prod
 
 from torch import Tensor, fx
 
-from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.loops import DimOf, Inner, LoopRewrite, Loops, Nest, OpCall
-from piper_compiler.capture.layouts.rules import loops_of
-from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.layouts.rules.rules import loops_of
+from piper_compiler.capture.torch_api._torch import OpOverload
 
 TensorKey = tuple[fx.Node, int]
 """A tensor of a graph: the op that makes it, and the number among its results."""

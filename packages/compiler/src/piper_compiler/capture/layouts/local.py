@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from piper_compiler.capture import aliasing
-from piper_compiler.capture.kernels import SHARED
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
 from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
@@ -24,9 +23,10 @@ from piper_compiler.capture.layouts.emit import Emitter, named_arguments
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopPlace
 from piper_compiler.capture.layouts.reasons import reason, title
-from piper_compiler.capture.phases import backward_nodes
-from piper_compiler.capture.stepgraph import Joint
-from piper_ir.layout import DimPart, Layout
+from piper_compiler.capture.steps.kernels import SHARED
+from piper_compiler.capture.steps.phases import backward_nodes
+from piper_compiler.capture.values import aliasing
+from piper_ir.program.layout import DimPart, Layout
 
 Lying = tuple[Along, ...]
 """The way in which a tensor lies along each axis."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.torch_api._torch import OpOverload
 
 if TYPE_CHECKING:
     from piper_compiler.capture.layouts.emit import Emitter

@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 import piper_ops  # noqa: F401 - registers the ops
-from piper_compiler.capture import aliasing
-from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.emit import Emitter, named_arguments
 from piper_compiler.capture.layouts.rebuild import Copies, rebuilt
-from piper_compiler.capture.layouts.rules_losses import MEAN, SUM
-from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.layouts.rules.rules_losses import MEAN, SUM
+from piper_compiler.capture.torch_api._torch import OpOverload
+from piper_compiler.capture.values import aliasing
 
 aten = torch.ops.aten
 piper = torch.ops.piper

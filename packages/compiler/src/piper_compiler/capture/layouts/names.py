@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 import piper_ops  # noqa: F401 - registers the ops
-from piper_compiler.capture import aliasing
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, key_of
-from piper_compiler.capture.stepgraph import Joint
-from piper_ir.layout import EXPERTS
+from piper_compiler.capture.values import aliasing
+from piper_ir.program.layout import EXPERTS
 
 Nested = tuple[LoopIndex, ...]
 """The indexes next to each other in a dimension, outermost first: a device takes the outer ones first."""

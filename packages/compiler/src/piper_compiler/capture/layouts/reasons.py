@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import fx
 
-from piper_compiler.capture import aliasing
-from piper_compiler.capture.concrete import frame_of
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey
+from piper_compiler.capture.values import aliasing
+from piper_compiler.capture.values.concrete import frame_of
 
 LONGEST = 36
 """The number of letters of a line of code that are shown."""

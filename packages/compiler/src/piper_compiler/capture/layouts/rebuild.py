@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.graphs.stepgraph import Joint
 
 Copies = Mapping[fx.Node, fx.Node]
 """A node of the graph -> its copy; those of several results have none where they are replaced."""

@@ -1,7 +1,7 @@
 """Compute ops by others in parts of a vocabulary: the rows of an embedding, and the classes of a cross-entropy.
 
 A device that has a part of them cannot run the same op on it: a number that another device has is none of its own, and
-a logsumexp is over all classes. Other ops compute these parts (`piper_ops.vocabulary`).
+a logsumexp is over all classes. Other ops compute these parts (`piper_ops.pointwise.vocabulary`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from piper_compiler.capture import aliasing
-from piper_compiler.capture.coordinate import Coordinate
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.loops import DimOf, LoopPlace, LoopRewrite, OpCall
+from piper_compiler.capture.values import aliasing
+from piper_compiler.capture.values.coordinate import Coordinate
 from piper_ops import (
     all_gather,
     cross_entropy_joined,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from piper_compiler.capture import aliasing
-from piper_compiler.capture._torch import OpOverload
+from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.rebuild import Copies, rebuilt
-from piper_compiler.capture.stepgraph import Joint
+from piper_compiler.capture.torch_api._torch import OpOverload
+from piper_compiler.capture.values import aliasing
 
 aten = torch.ops.aten
 

@@ -1,0 +1,168 @@
+"""Score one candidate: compile it, time it by the fast sweep or the event engine, and read memory from the plan.
+
+This runs in workers: neither torch nor optuna is needed here. A plan is a table (`piper_ir.plan.instr_table`), in which
+the sweep needs no instruction by name. Plans that the engine scores are verified, so that a candidate that breaks a
+rule of plans cannot be the best.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted_by
+from piper_compiler import CompileRequest, Lowered, Strategy, compiled
+from piper_ir.fold.steady_state import step_and_period
+from piper_ir.ground.errors import CaptureError, PiperError
+from piper_ir.plan.instr_table import InstrTable
+from piper_ir.plan.plan import Instr, Plan, RolePlan
+from piper_ir.program.program import Program
+from piper_ir.tools import no_garbage_collection, size_text
+from piper_ir.verify import verify
+from piper_simulator import (
+    SHOWN,
+    Cluster,
+    CostModel,
+    Device,
+    device_memory,
+    load_of,
+    model_for,
+    simulate,
+    too_much,
+    under_load,
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Hold a plan's prediction, as in `Row`; `reason` says why the plan does not fit, and is empty when it does."""
+
+    period_s: float
+    step_s: float
+    peak_bytes: int
+    device_bytes: int
+    source: Literal["sweep", "engine"]
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Report a candidate without a plan; `kind` is as in `Row`."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Request a program."""
+
+    wanted: Wanted
+
+
+class _Missing(Exception):
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+
+
+def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
+    """Return the outcome for a strategy; with `engine` the event engine gives the times, else the sweep."""
+    compiling = _Compiling(problem, strategy, variants)
+    try:
+        with no_garbage_collection():
+            return _of_plan(problem, compiling.lowered(), engine)
+    except _Missing as e:
+        return Needs(e.wanted)
+    except PiperError as e:
+        return Refused("illegal", str(e))
+    except Exception as e:  # a directive of the user's may fail in any way, and is one candidate of many
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        return Refused("illegal", f"compiling it raised {type(e).__name__}: {e} ({last.filename}:{last.lineno})")
+
+
+@dataclass(frozen=True)
+class _Compiling:
+    """Hold a strategy with everything to compile it."""
+
+    problem: TuningProblem
+    strategy: Strategy
+    variants: Variants
+
+    def lowered(self) -> Lowered:
+        of = self.problem
+        wanted = wanted_by(self.strategy, of.program)
+        program = self._program(wanted) if wanted.special else of.program
+        return compiled(CompileRequest(program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows))
+
+    def at_rows(self, rows: int) -> Program:
+        return self._program(wanted_by(self.strategy, self.problem.program, rows))
+
+    def _program(self, wanted: Wanted) -> Program:
+        if wanted not in self.variants:
+            raise _Missing(wanted)
+        found = self.variants[wanted]
+        if isinstance(found, str):
+            raise CaptureError(found)
+        return self.problem.program if found is None else found
+
+
+def seconds_of(model: CostModel, plan: Plan) -> list[float]:
+    """Return the duration of each instruction, found once where microbatches are alike."""
+    once = model.uniform
+    out: list[float] = []
+    for role in plan.roles:
+        work = partial(_seconds, model, role)
+        program = role.program
+        out += program.each(work) if once and isinstance(program, InstrTable) else map(work, program)
+    return out
+
+
+def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
+    return model.work(role, instr).seconds
+
+
+def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
+    plan = lowered.plan
+    if engine:
+        verify(plan)
+    if problem.one_role and len(plan.roles) > 1:
+        return Refused("illegal", problem.one_role)
+    cluster = problem.cluster
+    notes: tuple[str, ...] = ()
+    if engine:
+        found = simulate(plan, cluster, costs=problem.costs, model=problem.model, load=problem.load)
+        period_s, step_s, notes = found.period_s, found.step_s, found.notes
+    else:
+        under = None if problem.load is None else load_of(plan, problem.load)
+        factory = problem.model if under is None else under_load(problem.model, under.loads)
+        model = model_for(plan, cluster, problem.costs, factory)
+        step_s, period_s = step_and_period(lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
+    allocator = None if problem.costs is None else problem.costs.allocator
+    held = [
+        (device_memory(plan, role, role.peak_bytes, device, allocator).total, role, rank, problem.limit_of(device))
+        for role in plan.roles
+        for rank, device in _devices(cluster, role)
+    ]
+    most = max(nbytes for nbytes, *_ in held)
+    reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
+    peak_bytes = max(role.peak_bytes for role in plan.roles)
+    return Scored(period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes)
+
+
+def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device | None]]:
+    """Return the types of devices that a role runs on, each with the first rank there."""
+    if cluster is None or len(cluster.kinds) == 1:
+        return [(role.ranks[0], None if cluster is None else cluster.device)]
+    return [(rank, cluster.of(rank)) for rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.values()]
+
+
+def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:
+    """Return why a plan does not fit: which rank, by how much, where, and the owners of its memory; "" if it fits."""
+    if limit is None or held <= limit:
+        return ""
+    largest = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:SHOWN]
+    instr = f"instruction {role.peak_at} {role.program[role.peak_at].name}" if role.program else "its start"
+    return too_much(rank, role.role, held, limit, instr, (f"{c} {size_text(b)}" for c, b in largest))

@@ -1,0 +1,4 @@
+"""Describe a search: its space, rules and objective.
+
+May import: nothing of the tuner.
+"""

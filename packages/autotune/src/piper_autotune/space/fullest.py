@@ -1,0 +1,110 @@
+"""Bound the memory at the moment when most microbatches of some chunks are forward and not yet backward.
+
+Two instructions run at that moment: the last forward, after which all is kept, and the first backward, before which
+nothing of it is freed. Each holds whole buckets, and the backward may begin with making tensors again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from piper_autotune.space.whole_buckets import WholeBuckets
+from piper_compiler import steps_of
+from piper_ir.graph.graph import Graph, Node
+from piper_ir.ground.sizes import bind
+from piper_ir.program.ops import Compute
+from piper_ir.program.program import Chunk, Step
+
+
+@dataclass(frozen=True)
+class ChunkRun:
+    """Hold how a chunk runs: the variant, its forward, and the nodes of its backward in their order."""
+
+    chunk: Chunk
+    forward: Node
+    backward: tuple[Node, ...]
+
+    @property
+    def steps(self) -> list[Step]:
+        """Return the steps of its backward, with R where that begins it."""
+        return [step for node in self.backward for step in _steps(self.chunk, node)]
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Return by value the ports that live from F to the backward: F has them, and the backward reads them.
+
+        Where values are made again for the next chunk of a group, it is those that the backward reads.
+        """
+        first = self.chunk.steps["F"]
+        read = {port for step in self.steps for port in self.chunk.steps[step].reads}
+        inputs = [(f"in{k}", entry.ref) for k, entry in enumerate(self.chunk.inputs) if entry.kind == "value"]
+        outputs = [(f"out{k}", f"{self.chunk.id}:out{k}") for k, o in enumerate(self.chunk.outputs) if o.kind == "value"]
+        again = any(v.endswith("!r") for node in self.backward for v in node.reads)
+        had = {*first.reads, *first.writes}
+        return {value: port for port, value in [*([] if again else inputs), *outputs] if port in had and port in read}
+
+
+class FullestMoment:
+    """Find the bytes at the fullest moment of chunks on one role, `most` microbatches of which are in flight.
+
+    `chunks` are the variants by name, for microbatches of `rows` rows.
+    """
+
+    def __init__(self, graph: Graph, buckets: WholeBuckets, chunks: Mapping[str, Chunk], rows: int) -> None:
+        self._graph, self._buckets, self._chunks, self._rows = graph, buckets, chunks, rows
+
+    def bytes_of(self, ids: Iterable[str], most: int) -> int:
+        """Return a lower bound of the bytes beside states: saved tensors, values between chunks, and whole buckets."""
+        runs = [run for id in ids if (run := self._run(id)).backward]
+        if not runs:
+            return 0
+        values = {value: self._size(run.chunk, port) for run in runs for value, port in run.kept.items()}
+        filled = most * (sum(values.values()) + sum([saved_bytes(run.chunk, self._rows) for run in runs]))
+        return filled + max(self._last_forward(runs), self._first_backward(runs))
+
+    def _run(self, id: str) -> ChunkRun:
+        forward = self._graph.compute(id, "F")[0]
+        backward = [node for step in ("B", "I", "W") for node in self._graph.compute(id, step)]
+        assert isinstance(forward.op, Compute)
+        return ChunkRun(self._chunks[forward.op.variant], forward, tuple(backward))
+
+    def _last_forward(self, runs: list[ChunkRun]) -> int:
+        """Return the least bytes of whole buckets of a forward that may be the last: no other reads what it writes."""
+        read = {v for run in runs for v in run.forward.reads}
+        last = [run.forward for run in runs if not read.intersection(run.forward.writes)]
+        return min([self._buckets.bytes_in(self._buckets.use(node)) for node in last], default=0)
+
+    def _first_backward(self, runs: list[ChunkRun]) -> int:
+        """Return the least bytes beside those in flight of a backward that may be the first.
+
+        That is one which reads no other's result.
+        """
+        made = {v for run in runs for node in run.backward for v in node.writes}
+        first = [run for run in runs if not made.intersection(run.backward[0].reads)]
+        return min(map(self._beginning, first), default=0)
+
+    def _beginning(self, run: ChunkRun) -> int:
+        """Return the bytes that a backward holds at its beginning: what it makes again, less what may die with that."""
+        node, chunk = run.backward[0], run.chunk
+        whole = self._buckets.bytes_in(self._buckets.use(node))
+        if "R" not in _steps(chunk, node):
+            return whole
+        dying = sum([self._size(chunk, port) for port in run.kept.values()])
+        return whole + max(0, sum([self._size(chunk, port) for port in chunk.steps["R"].writes]) - dying)
+
+    def _size(self, chunk: Chunk, port: str) -> int:
+        return bind(chunk.ports[port].nbytes, self._rows)
+
+
+def saved_bytes(chunk: Chunk, rows: int) -> int:
+    """Return the bytes that a chunk's forward keeps for its backward, per microbatch."""
+    read = {port for step in ("I", "W") if step in chunk.steps for port in chunk.steps[step].reads}
+    kept = [port for port in chunk.steps["F"].writes if port.startswith("saved") and port in read]
+    return sum(bind(chunk.ports[port].nbytes, rows) for port in kept)
+
+
+def _steps(chunk: Chunk, node: Node) -> tuple[Step, ...]:
+    op = node.op
+    assert isinstance(op, Compute), "backward nodes run steps"
+    return steps_of(chunk, op.step, op.apart)

@@ -1,0 +1,120 @@
+"""Reject candidates before they are compiled, by rules that are sound.
+
+A rejected candidate does not fit, or is slower than a known one. A rule compares lower bounds
+(`piper_autotune.space.sketch`): a candidate that does not fit with the choices that save most memory is not tried with
+any that save less. A strategy with a user's directives is never pruned, except by its mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from piper_autotune.space.problem import Programs, TuningProblem
+from piper_autotune.space.sketch import Sketch, Sketches
+from piper_compiler import Strategy
+from piper_ir.tools import size_text, time_text
+
+RULES: Mapping[str, str] = {
+    "devices": "the mesh has more ranks than the cluster has devices",
+    "rows": "the global batch does not divide into the microbatches and data-parallel replicas",
+    "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: with this placement no "
+    "schedule or number of microbatches fits",
+    "buckets": "the state and the buckets that one instruction needs whole exceed the memory limit: no schedule and no number of "
+    "microbatches fits with buckets as large as these",
+    "activations": "the state and what the microbatches in flight keep for backward exceed the memory limit: no plan with "
+    "this order holds less",
+    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, take longer than the steps of the "
+    "best candidates known",
+}
+"""The meaning of each rule, by name, in the order in which they are tried."""
+TOO_MUCH = ("states", "buckets", "activations")
+"""The rules that reject for memory."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Say why a rule rejects a candidate.
+
+    Attributes:
+        period_s: a lower bound of the period; None where the rule does not look.
+        device_bytes: a lower bound of the memory; None where the rule does not look.
+    """
+
+    rule: str
+    reason: str
+    period_s: float | None = None
+    device_bytes: int | None = None
+
+
+class PruningRules:
+    """Apply the rules to the candidates of a problem."""
+
+    def __init__(self, problem: TuningProblem, programs: Programs) -> None:
+        self._problem = problem
+        self._sketches = Sketches(problem, programs)
+
+    def check(self, strategy: Strategy, known_s: float = float("inf")) -> Pruned | None:
+        """Return the first rule that rejects a strategy, which must beat the period `known_s` to be of use."""
+        cluster = self._problem.cluster
+        if cluster is not None and strategy.mesh.world > cluster.devices:
+            has = f"{cluster.name} has {cluster.devices} devices"
+            return _pruned("devices", f"{strategy.mesh} has {strategy.mesh.world} ranks, {has}")
+        sketch = self._sketches.sketch(strategy)
+        if sketch is None:
+            return None
+        rows = self._sketches.rows(sketch)
+        if rows is None:
+            parts = f"{sketch.microbatches} microbatches x {sketch.replicas} replicas"
+            return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}")
+        return self._memory(sketch, rows, sharp=known_s == float("inf")) or self._time(strategy, sketch, rows, known_s)
+
+    def _memory(self, sketch: Sketch, rows: int, sharp: bool) -> Pruned | None:
+        """Return the first rule of memory that rejects a sketch; `sharp` bounds say how far it is from fitting.
+
+        While little is known that fits, a search follows these bounds, so that those of all rules count.
+        """
+        limit = self._problem.memory_limit
+        if limit is None:
+            return None
+        first: Pruned | None = None
+        for rule, by_role in self._held(sketch, rows):
+            on_device = [(self._sketches.on_device(sketch, nbytes, role), role, what) for role, (nbytes, what) in by_role.items()]
+            held, role, what = max(on_device, default=(0, "", ""))
+            if first is None and held > limit:
+                first = _too_much(rule, role, held, limit, what)
+            elif first is not None and held > (first.device_bytes or 0):
+                first = replace(first, device_bytes=held)
+            if first is not None and not sharp:
+                break
+        return first
+
+    def _held(self, sketch: Sketch, rows: int) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
+        """Yield for each rule of memory the bytes that every role holds at least, and what they are."""
+        found = self._sketches
+        kept = "parameters, gradients and optimizer state"
+        yield "states", {role: (nbytes, kept) for role, nbytes in found.state_bytes(sketch).items()}
+        whole = f"{kept}, and the buckets that an instruction needs whole"
+        yield "buckets", {role: (nbytes, whole) for role, nbytes in found.bucket_bytes(sketch).items()}
+        what = "its state and what {} microbatches of {} rows keep for backward".format
+        filled = found.filled_bytes(sketch, rows)
+        yield "activations", {role: (nbytes, what(most, rows)) for role, (nbytes, most) in filled.items()}
+
+    def _time(self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float) -> Pruned | None:
+        if known_s == float("inf"):
+            return None
+        least, what = self._sketches.period_s(strategy, sketch, rows)
+        if least <= known_s:
+            return None
+        text = f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+        return _pruned("slower", text, period_s=least)
+
+
+def _too_much(rule: str, role: str, held: int, limit: int, what: str) -> Pruned:
+    more = f"{size_text(held - limit)} more than the limit of {size_text(limit)}"
+    text = f"role {role} needs at least {size_text(held)} for {what}, {more}"
+    return _pruned(rule, text, device_bytes=held)
+
+
+def _pruned(rule: str, text: str, *, period_s: float | None = None, device_bytes: int | None = None) -> Pruned:
+    return Pruned(rule, f"rule {rule}: {text}", period_s, device_bytes)

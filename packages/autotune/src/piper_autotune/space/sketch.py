@@ -1,0 +1,293 @@
+"""Find lower bounds of a strategy's time and memory before it is compiled.
+
+They follow from what a strategy decides: which chunks a device runs, and how many microbatches are in flight there.
+Only strategies whose directives all say what they decide (`piper_compiler.directives.decided`) have a sketch, as those
+of Piper do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from piper_autotune.space.fullest import FullestMoment
+from piper_autotune.space.problem import Programs, TuningProblem, Wanted, bare_plan, wanted_by
+from piper_autotune.space.whole_buckets import WholeBuckets, turns
+from piper_compiler import Strategy, apply_directives, build_graph, directives, split_mesh, states, with_buckets
+from piper_ir.graph.graph import Graph
+from piper_ir.ground.errors import PiperError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.program.ops import KEEP_ALL, Compute
+from piper_ir.program.program import Chunk, Program, Step
+from piper_simulator import CostModel, Device, DeviceModel, device_memory, model_for
+
+_PHASES = ("F", "B", "I", "W")
+_NOBODY = RolePlan("", {}, (0,), (), ())
+
+ChunkGroup = tuple[str, tuple[str, ...], int]
+"""A role, some of its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Describe the fullest moment of microbatches in flight.
+
+    Attributes:
+        most: how many have at one moment done their forward and not begun their backward.
+        where: chunks that the same selections of an order match are at that moment together; without any order it is
+            the moment when the loss is computed.
+    """
+
+    most: int = 1
+    where: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Hold the decisions of a strategy before it is compiled.
+
+    Attributes:
+        roles: the chunks of each role.
+        groups: chunks of a role that are run in one order.
+        wanted: the program, at any number of rows.
+        variants: the names of variants of chunks that are under one.
+        graph: one microbatch, placed, with the buckets of parameters.
+        buckets: what those of which ranks keep a part need.
+    """
+
+    microbatches: int
+    replicas: int
+    roles: Mapping[str, tuple[str, ...]]
+    groups: tuple[ChunkGroup, ...]
+    wanted: Wanted
+    variants: Mapping[str, str] = field(default_factory=dict)
+    graph: Graph = field(kw_only=True, compare=False, repr=False)
+    buckets: WholeBuckets = field(kw_only=True, compare=False, repr=False)
+
+    def names(self, chunks: Iterable[str]) -> Iterator[str]:
+        """Yield the names of chunks, or of the variants that run in their place."""
+        return (self.variants.get(chunk, chunk) for chunk in chunks)
+
+
+class Sketches:
+    """Keep sketches of a problem's strategies, and compute their bounds.
+
+    Strategies that differ in order, microbatches or rows only share most of the work.
+    """
+
+    def __init__(self, problem: TuningProblem, programs: Programs) -> None:
+        self._problem, self._programs = problem, programs
+        self._placed: dict[Strategy, Graph | None] = {}
+        self._seconds: dict[tuple[Mesh, Wanted], Mapping[str, float] | None] = {}
+        self._states: dict[int, dict[str, int]] = {}
+        self._chunks: dict[Wanted, Mapping[str, Chunk]] = {}
+        self._built: dict[tuple[Mesh, Wanted], Graph] = {}
+
+    def sketch(self, strategy: Strategy) -> Sketch | None:
+        """Return the sketch of a strategy, or None.
+
+        A strategy has none when a directive does not say what it decides, when it places a chunk by microbatch, when it
+        overlaps pairs whose duration is given, or when it does not apply.
+        """
+        decisions = [found for d in strategy.directives if (found := directives.decided(d)) is not None]
+        if len(decisions) < len(strategy.directives):
+            return None
+        graph = self._graph(strategy.mesh, decisions)
+        if graph is None:
+            return None
+        roles: dict[str, list[str]] = {}
+        variants: dict[str, str] = {}
+        for chunk in graph.program.chunks:
+            node = graph.compute(chunk.id, "F")[0]
+            roles.setdefault(node.role, []).append(chunk.id)
+            if isinstance(node.op, Compute) and node.op.keep != KEEP_ALL:
+                variants[chunk.id] = node.op.variant
+        parts = next((d.microbatches for d in decisions if d.microbatches is not None), 1)
+        orders = [d.order for d in decisions if d.order is not None]
+        if graph.program.overlap and any(order.overlaps for order in orders):
+            return None
+        used = sorted({name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"})
+        flights: dict[tuple[int | str | None, ...], Flight] = {}
+        groups: dict[tuple[str, Flight], list[str]] = {}
+        for role, chunks in roles.items():
+            for id in chunks:
+                coords = graph.compute(id, "F")[0].coords
+                key = tuple([coords.get(name) for name in used])
+                if key not in flights:
+                    flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)
+                groups.setdefault((role, flights[key]), []).append(id)
+        listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
+        buckets = WholeBuckets(graph, turns(graph, orders, parts))
+        placed = {r: tuple(c) for r, c in roles.items()}
+        return Sketch(
+            parts,
+            graph.replicas,
+            placed,
+            listed,
+            wanted_by(strategy, self._problem.program),
+            variants,
+            graph=graph,
+            buckets=buckets,
+        )
+
+    def rows(self, sketch: Sketch) -> int | None:
+        """Return the rows per microbatch and rank; None when the global batch does not divide."""
+        if self._problem.global_batch is None:
+            return 1
+        rows, rest = divmod(self._problem.global_batch, sketch.microbatches * sketch.replicas)
+        return None if rest or rows < 1 else rows
+
+    def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> tuple[float, str]:
+        """Return a lower bound of the seconds per step, and what takes so long.
+
+        A device runs its compute one after the other, and so does each stream its messages. It is 0 with a cost model
+        that does not promise that single steps are a bound; messages count with Piper's own model.
+        """
+        if not self._problem.bounds_steps:
+            return 0.0, ""
+        seconds = self._chunk_seconds(strategy.mesh, _wanted(sketch, rows))
+        if seconds is None:
+            return 0.0, ""
+        steps = sketch.microbatches * max(sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values())
+        sent = self._messages_s(sketch, rows)
+        return max((steps, "device computes"), (sent, "stream communicates"))
+
+    def state_bytes(self, sketch: Sketch) -> Mapping[str, int]:
+        """Return the bytes of state of each role.
+
+        State is parameters, gradients, optimizer state and buffers, as far as a rank keeps them.
+        """
+        key = id(sketch.graph)
+        if key not in self._states:
+            held = states(sketch.graph, self._problem.training)
+            self._states[key] = {role: sum([state.nbytes for state in own]) for role, own in held.items()}
+        return self._states[key]
+
+    def bucket_bytes(self, sketch: Sketch) -> Mapping[str, int]:
+        """Return for each role a lower bound of state and of the whole buckets that one instruction uses."""
+        return {role: kept + sketch.buckets.most[role] for role, kept in self.state_bytes(sketch).items()}
+
+    def filled_bytes(self, sketch: Sketch, rows: int) -> Mapping[str, tuple[int, int]]:
+        """Return for each role a lower bound of state and of what backward needs, and the microbatches in flight."""
+        wanted = _wanted(sketch, rows)
+        program = self._programs.exact(wanted)
+        if program is None:
+            return {}
+        if wanted not in self._chunks:
+            self._chunks[wanted] = {c.variant: c for c in (*program.chunks, *program.variants)}
+        moment = FullestMoment(sketch.graph, sketch.buckets, self._chunks[wanted], rows)
+        kept, out = self.state_bytes(sketch), dict[str, tuple[int, int]]()
+        for role, ids, most in sketch.groups:
+            out[role] = max(out.get(role, (0, 0)), (kept[role] + moment.bytes_of(ids, most), most))
+        return out
+
+    def on_device(self, sketch: Sketch, nbytes: int, role: str) -> int:
+        """Return the bytes in use on a device when the plan holds `nbytes` on a role."""
+        plan, costs, cluster = self._bare(sketch, 1), self._problem.costs, self._problem.cluster
+        devices = (None,) if cluster is None else [kind.device for kind in cluster.kinds]
+        allocator = None if costs is None else costs.allocator
+        return min(device_memory(plan, plan.role(role), nbytes, device, allocator).total for device in devices)
+
+    def _bare(self, sketch: Sketch, rows: int) -> Plan:
+        """Return a plan of the roles, channels and buckets of a sketch, which runs nothing."""
+        graph, program = sketch.graph, sketch.graph.program
+        roles = tuple([RolePlan(role, placed, graph.mesh.ranks(placed), (), (COMPUTE,)) for role, placed in graph.roles.items()])
+        made = bare_plan(program, graph.mesh, rows, program.chunks)
+        return replace(made, roles=roles, channels=tuple(graph.channels.values()), buckets=tuple(graph.buckets.values()))
+
+    def _messages_s(self, sketch: Sketch, rows: int) -> float:
+        """Return the least seconds that the busiest stream needs for the messages of buckets."""
+        if self._problem.model is not DeviceModel or not sketch.graph.replication:
+            return 0.0
+        plan = self._bare(sketch, rows)
+        try:
+            model = model_for(plan, self._problem.cluster, self._problem.costs, DeviceModel)
+            busy: dict[tuple[str, str], float] = {}
+            for role in plan.roles:
+                for (stream, op), times in sketch.buckets.messages(role.role).items():
+                    took = model.work(role, Instr(stream, (Part("", op),))).seconds
+                    busy[role.role, stream] = busy.get((role.role, stream), 0.0) + times * took
+            return max(busy.values(), default=0.0)
+        except PiperError:  # scoring says it
+            return 0.0
+
+    def _graph(self, mesh: Mesh, decisions: Sequence[directives.Decided]) -> Graph | None:
+        """Return the graph of one microbatch with everything placed, without orders."""
+        key = Strategy(mesh, [d.single for d in decisions if d.single is not None])
+        if key not in self._placed:
+            try:
+                wanted = wanted_by(key, self._problem.program)
+                if (key.mesh, wanted) not in self._built:
+                    program = (self._programs.exact(wanted) if wanted.special else None) or self._problem.program
+                    self._built[key.mesh, wanted] = build_graph(program, split_mesh(key.mesh, program))
+                graph = apply_directives(self._built[key.mesh, wanted], key.directives)
+                graph = graph if graph.microbatches else directives.split_all(graph, 1)
+                self._placed[key] = with_buckets(graph, self._problem.training)
+            except PiperError:  # compiling it says what is wrong, in the user's terms
+                self._placed[key] = None
+        return self._placed[key]
+
+    def _chunk_seconds(self, mesh: Mesh, wanted: Wanted) -> Mapping[str, float] | None:
+        """Return the compute seconds of one microbatch by chunk and variant; None when they cannot be known."""
+        key = (mesh, wanted)
+        if key not in self._seconds:
+            program = self._programs.exact(wanted)
+            self._seconds[key] = None if program is None else self._timed(program, split_mesh(mesh, program), wanted.rows)
+        return self._seconds[key]
+
+    def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
+        chunks, variants = program.bound(rows), program.bound_variants(rows)
+        cluster, costs = self._problem.cluster, self._problem.costs
+        if costs is not None:  # what an instruction costs the host is paid once for all steps that it joins
+            costs = replace(costs, host=None)
+        only = (None,) if cluster is None else [cluster.only(k).each_device(_without_issue) for k in range(len(cluster.kinds))]
+        bare = bare_plan(program, mesh, rows, chunks, variants)
+        try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
+            models = [model_for(bare, one, costs, self._problem.model) for one in only]
+            every = (*chunks, *variants)
+            return {c.variant: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in every}
+        except PiperError:  # no durations for this number of rows: scoring says so
+            return None
+
+
+def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Flight:
+    """Return the fullest moment of an order for a chunk with these coordinates (without phase and mb).
+
+    Only microbatches count whose forward and backward (of a split one: the input gradient) are both in the order. In an
+    overlap a backward may be first.
+    """
+    events: list[tuple[int, bool, int, int]] = []  # the item, whether forward, the selection, the microbatch
+    begun: set[int] = set()
+    together = {first + k: first for first, number in order.overlaps for k in range(number)}
+    for place, selection in enumerate(order.selections):
+        terms = dict(selection.terms)
+        phase, mb = terms.get("phase"), terms.get("mb")
+        if phase in _PHASES and isinstance(mb, int) and selection.matches({**coords, "phase": str(phase), "mb": mb}):
+            events.append((together.get(place, place), phase == "F", place, mb))
+            if phase in ("B", "I"):
+                begun.add(mb)
+    opened: set[int] = set()
+    most = 0
+    for _, forward, _, mb in sorted(events):
+        if forward and mb in begun:
+            opened.add(mb)
+            most = max(most, len(opened))
+        elif not forward:
+            opened.discard(mb)
+            begun.discard(mb)  # a forward after its backward opens nothing
+    return Flight(most, (id(order), *(place for _, _, place, _ in events)))
+
+
+def _wanted(sketch: Sketch, rows: int) -> Wanted:
+    return replace(sketch.wanted, rows=rows)
+
+
+def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
+    if chunk.steps[step].empty:
+        return 0.0
+    return model.work(_NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))).seconds
+
+
+def _without_issue(device: Device) -> Device:
+    return replace(device, host_issue_s=0.0)

@@ -1,0 +1,169 @@
+"""Bound what buckets of which ranks keep a part need: bytes of whole buckets at one moment, and messages in a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from piper_compiler import directives, steps_of, windows
+from piper_ir.graph.graph import Graph, Node
+from piper_ir.graph.graph_parts import Replication
+from piper_ir.ground.select import Where
+from piper_ir.ground.sizes import ITEM_BYTES
+from piper_ir.program.ops import Collective, Compute
+
+Turns = Sequence[Node]
+"""The compute nodes of a role in the order in which they run in a step, once for each microbatch."""
+
+
+@dataclass(frozen=True)
+class BucketUse:
+    """Name the sharded buckets that a node holds whole while it runs.
+
+    Attributes:
+        gathered: those whose parameters it reads.
+        reduced: those to whose gradients it adds.
+    """
+
+    gathered: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+
+class WholeBuckets:
+    """Bound the needs of the sharded buckets of a graph of one microbatch, in which everything is placed.
+
+    `turns` are the orders of the roles of which an order decides every node.
+    """
+
+    def __init__(self, graph: Graph, turns: dict[str, Turns]) -> None:
+        self._graph, self._turns = graph, turns
+        self._home = {p: b.id for b in graph.buckets.values() for p in b.params}
+        self._known: dict[tuple[str, str, bool], BucketUse] = {}
+        self.gathered = {b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in graph.buckets.values() if b.shard.params}
+        self.reduced = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in graph.buckets.values() if b.shard.grads}
+
+    def use(self, node: Node) -> BucketUse:
+        """Return what a compute node holds whole."""
+        op = node.op
+        assert isinstance(op, Compute), "other ops use no parameters"
+        key = op.variant, op.step, op.apart
+        if key not in self._known:
+            chunk = self._graph.program.chunk(op.variant)
+            sigs = [chunk.steps[name] for name in steps_of(chunk, op.step, op.apart)]
+            read = [chunk.inputs[int(p[2:])] for sig in sigs for p in sig.reads if p.startswith("in")]
+            params = [self._home.get(i.ref, "") for i in read if i.kind == "param"]
+            added = [self._home[chunk.inputs[k].ref] for sig in sigs for k in sig.accumulates]
+            self._known[key] = BucketUse(
+                tuple(dict.fromkeys(b for b in params if b in self.gathered)),
+                tuple(dict.fromkeys(b for b in added if b in self.reduced)),
+            )
+        return self._known[key]
+
+    def bytes_in(self, use: BucketUse) -> int:
+        """Return the bytes of what a node holds whole."""
+        return sum([self.gathered[b] for b in use.gathered]) + sum([self.reduced[b] for b in use.reduced])
+
+    @cached_property
+    def most(self) -> dict[str, int]:
+        """Return for each role a lower bound of the most bytes of whole buckets at one moment.
+
+        A node holds its own buckets. While it runs, those of the next `prefetch` uses are there too, where it is known
+        which these are.
+        """
+        if not self.gathered and not self.reduced:
+            return dict.fromkeys(self._graph.roles, 0)
+        out = {role: max(map(self.bytes_in, uses), default=0) for role, uses in self._uses.items()}
+        for role, turns in self._turns.items():
+            uses = [use for node in turns if (use := self.use(node)).gathered]
+            ahead = 1 + min([policy.prefetch for policy in self._policies(role)], default=0)
+            for sight in dict.fromkeys(tuple(uses[k : k + ahead]) for k in range(len(uses))):
+                together = BucketUse(tuple(dict.fromkeys(b for use in sight for b in use.gathered)), sight[0].reduced)
+                out[role] = max(out[role], self.bytes_in(together))
+        return out
+
+    @cached_property
+    def _uses(self) -> dict[str, set[BucketUse]]:
+        """Return what the compute nodes of each role hold whole."""
+        out: dict[str, set[BucketUse]] = {role: set() for role in self._graph.roles}
+        for node in compute_nodes(self._graph):
+            out[node.role].add(self.use(node))
+        return out
+
+    def messages(self, role: str) -> Counter[tuple[str, Collective]]:
+        """Return how many messages of a step buckets need at least on a role, each with its stream.
+
+        A bucket of which parts are kept is gathered once if a rank keeps it for the step, and scattered once. Where the
+        order of a role is known, so are the windows between which less room lets go of a bucket.
+        """
+        out: Counter[tuple[str, Collective]] = Counter()
+        gathers, scatters = self._windows(role)
+        for bucket in self._graph.buckets.values():
+            if role not in bucket.roles:
+                continue
+            at = bucket.roles.index(role)
+            if bucket.shard.optim:
+                self._count(out, role, Collective("all_gather", bucket.gather[at], bucket.id), gathers[bucket.id])
+                self._count(out, role, Collective("reduce_scatter", bucket.scatter[at], bucket.id), scatters[bucket.id])
+            if bucket.channel:
+                self._count(out, role, Collective("all_reduce", bucket.channel, bucket.id), 1)
+        return out
+
+    def _count(self, out: Counter[tuple[str, Collective]], role: str, op: Collective, times: int) -> None:
+        out[self._graph.channels[op.channel].stream_on(role), op] += times
+
+    def _windows(self, role: str) -> tuple[Counter[str], Counter[str]]:
+        """Return how often each bucket is gathered and scattered on a role at least: once where it is used."""
+        policies, turns = self._policies(role), self._turns.get(role)
+        if turns is None or len(policies) != 1:
+            gathers = Counter({b for use in self._uses[role] for b in use.gathered})
+            scatters = Counter({b for use in self._uses[role] for b in use.reduced})
+        else:
+            (policy,) = policies
+            uses = [self.use(node) for node in turns]
+            kept = windows([u.gathered for u in uses if u.gathered], self.gathered, policy.resident_bytes)
+            summed = windows([u.reduced for u in uses if u.reduced], self.reduced, policy.reduced_bytes)
+            gathers, scatters = Counter(w.bucket for w in kept), Counter(w.bucket for w in summed)
+        every = self._graph.buckets  # whole states are gathered or scattered once
+        return gathers + Counter(every.keys() - self.gathered), scatters + Counter(every.keys() - self.reduced)
+
+    def _policies(self, role: str) -> set[Replication]:
+        """Return how the chunks of a role are replicated."""
+        chunks = self._graph.program.chunks
+        here = [c.id for c in chunks if any(node.role == role for node in self._graph.compute(c.id, "F"))]
+        return {self._graph.replication[c] for c in here if c in self._graph.replication}
+
+
+def compute_nodes(graph: Graph) -> Iterator[Node]:
+    """Yield the nodes that run steps of chunks."""
+    return (node for family in graph.families.values() for node in family if isinstance(node.op, Compute))
+
+
+def turns(graph: Graph, orders: Iterable[directives.Ordered], microbatches: int) -> dict[str, Turns]:
+    """Return the order of each role in which one order without overlaps names every compute node.
+
+    The graph is that of one microbatch.
+    """
+    number = Counter(node.role for node in compute_nodes(graph))
+    out: dict[str, Turns] = {}
+    for order in orders:
+        for role, nodes in _named(graph, order, microbatches).items():
+            if len(nodes) == number[role] * microbatches:
+                out[role] = nodes
+    return out
+
+
+def _named(graph: Graph, order: directives.Ordered, microbatches: int) -> dict[str, list[Node]]:
+    """Return the nodes that an order names, by role, in its order; nothing where it does not say them one by one."""
+    out: dict[str, list[Node]] = {}
+    if order.overlaps:
+        return out
+    for selection in order.selections:
+        terms = dict(selection.terms)
+        mb = terms.pop("mb", None)
+        if type(mb) is not int or not 0 <= mb < microbatches:
+            return {}
+        for node in graph.find(Where.of(tuple(terms.items()))):
+            out.setdefault(node.role, []).append(node)
+    return out

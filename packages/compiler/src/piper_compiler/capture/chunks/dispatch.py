@@ -1,0 +1,109 @@
+"""Put what passes between experts and the rest of a model into the form in which devices exchange it.
+
+A value that experts take has a dimension of experts and one of rows. At home, where a device has its own rows, it is
+written with the experts first, [E, rows, ...]: n equal blocks, block k for the experts of device k. An all-to-all turns
+that into what the experts' chunk reads: again n blocks, block j with the rows of device j. Inside of that chunk it is
+[n x rows, E / n, ...] in the value's own order of dimensions, as if one device had all of these rows. What experts
+write goes back in the same way.
+
+The forms differ from the value's own by views and a copy, which are added to the forward functions of chunks. So
+autograd finds what gradients need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from piper_ir.ground.sizes import TensorSpec
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Say which dimension of a value is that of experts, and which that of rows."""
+
+    experts: int
+    rows: int
+
+    def form(self, shape: Sequence[int], degree: int) -> tuple[int, ...]:
+        """Return the shape in the form for exchange; with a degree, of the value of all devices as experts have it.
+
+        `shape` is that of a value with the rows of `degree` devices.
+        """
+        sizes = list(shape)
+        sizes[self.rows] //= degree
+        experts = sizes.pop(self.experts)
+        return (degree * experts, *sizes)
+
+    def spec(self, spec: TensorSpec) -> TensorSpec:
+        """Return the spec of a value in the form for exchange at home, where the sizes may depend on rows."""
+        sizes = list(spec.shape)
+        experts = sizes.pop(self.experts)
+        return TensorSpec((experts, *sizes), spec.dtype)
+
+    @property
+    def _rows_behind(self) -> int:
+        """Return the place of rows among the dimensions behind that of experts, which goes first."""
+        return self.rows - (self.rows > self.experts)
+
+    def taken(self, graph: fx.Graph, node: fx.Node, shape: Sequence[int], degree: int) -> fx.Node:
+        """Add the ops that turn the form for exchange into the value, of this shape; return the result."""
+        if degree > 1:
+            (experts, *rest), at = self.form(shape, 1), self._rows_behind
+            split = (*rest[:at], rest[at] // degree, *rest[at + 1 :])
+            node = graph.call_method("view", (node, degree, experts, *split))
+            order = (1, *range(2, 2 + at), 0, *range(2 + at, 2 + len(rest)))
+            node = graph.call_method("permute", (node, *order))
+            node = graph.call_method("reshape", (node, experts, *rest))
+        return node if not self.experts else graph.call_method("movedim", (node, 0, self.experts))
+
+    def given(self, graph: fx.Graph, node: fx.Node, shape: Sequence[int], degree: int) -> fx.Node:
+        """Add the ops that turn the value, of this shape, into the form for exchange; return the result."""
+        if self.experts:
+            node = graph.call_method("movedim", (node, self.experts, 0))
+        if degree > 1:
+            (experts, *rest), at = self.form(shape, 1), self._rows_behind
+            split = (*rest[:at], degree, rest[at] // degree, *rest[at + 1 :])
+            node = graph.call_method("reshape", (node, experts, *split))
+            order = (1 + at, 0, *range(1, 1 + at), *range(2 + at, 2 + len(rest)))
+            node = graph.call_method("permute", (node, *order))
+            node = graph.call_method("reshape", (node, *self.form(shape, degree)))
+        return node
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Say which values of a chunk are exchanged.
+
+    Attributes:
+        inputs: for each input of the chunk how it is exchanged; None where it is not.
+        outputs: likewise for each output.
+        degree: the number of devices whose rows it computes: more than one for a chunk of experts.
+    """
+
+    inputs: tuple[Dispatched | None, ...]
+    outputs: tuple[Dispatched | None, ...]
+    degree: int = 1
+
+    @property
+    def exchanged(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the inputs and the outputs that are exchanged."""
+        given, made = ((k for k, how in enumerate(each) if how is not None) for each in (self.inputs, self.outputs))
+        return tuple(given), tuple(made)
+
+    @property
+    def changes(self) -> bool:
+        """Return whether the chunk's function is another one because of it."""
+        return self.degree > 1 or any(self.inputs) or any(self.outputs)
+
+    def take(self, graph: fx.Graph, given: Sequence[fx.Node], shapes: Sequence[Sequence[int]]) -> list[fx.Node]:
+        """Return the nodes of a chunk's inputs as it uses them; `shapes` are their own, not those of the form."""
+        taken = zip(given, self.inputs, shapes, strict=True)
+        return [node if how is None else how.taken(graph, node, shape, self.degree) for node, how, shape in taken]
+
+    def give(self, graph: fx.Graph, made: Sequence[fx.Node], shapes: Sequence[Sequence[int]]) -> list[fx.Node]:
+        """Return the nodes of a chunk's outputs in the form in which it hands them on, likewise."""
+        given = zip(made, self.outputs, shapes, strict=True)
+        return [node if how is None else how.given(graph, node, shape, self.degree) for node, how, shape in given]

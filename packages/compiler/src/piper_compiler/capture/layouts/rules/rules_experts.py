@@ -1,0 +1,61 @@
+"""Say how the ops loop that bring tokens to experts, multiply them there, and bring them back.
+
+Rows are sorted by expert, and how many each expert has is known to a run only: rows and experts are whole. Elements and
+hidden units are apart, so that each expert can be shared by its hidden units: what its second product makes is then a
+sum over devices, and stays one until it is back at the tokens, where there is a row for each token and not for each of
+its choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import piper_ops  # noqa: F401 - registers the ops
+from piper_compiler.capture.layouts.loops import Loops, OpCall
+from piper_compiler.capture.layouts.rules.letters import OUT, all_whole, each, lettered
+from piper_compiler.capture.torch_api._torch import OpOverload
+
+piper = torch.ops.piper
+ROWS, COUNTS, MATRICES = (None, "element"), (None,), (None, "element", "column")
+CHOICES = (None, None)
+
+
+def _route_dgrad(call: OpCall) -> Loops:
+    return lettered({0: ROWS, 1: CHOICES, OUT: ROWS}, linear=each(0))
+
+
+def _product(call: OpCall) -> Loops:
+    names = {0: ROWS, 1: COUNTS, 2: MATRICES, OUT: (None, "column")}
+    return lettered(names, summed=("element",), linear=each(0, 2))
+
+
+def _product_dgrad(call: OpCall) -> Loops:
+    names = {0: (None, "column"), 1: COUNTS, 2: MATRICES, OUT: ROWS}
+    return lettered(names, summed=("column",), linear=each(0, 2))
+
+
+def _product_wgrad(call: OpCall) -> Loops:
+    return lettered({0: ROWS, 1: COUNTS, 2: (None, "column"), OUT: MATRICES}, linear=each(0, 2))
+
+
+def _unroute(call: OpCall) -> Loops:
+    """Return the loops of the sums over choices, or of the gradient of their rows: elements are apart."""
+    return lettered({0: ROWS, 1: CHOICES, 2: CHOICES, OUT: ROWS}, linear=each(0, 2))
+
+
+def _unroute_wgrad(call: OpCall) -> Loops:
+    return lettered({0: ROWS, 1: CHOICES, 2: ROWS, OUT: CHOICES}, summed=("element",), linear=each(0, 2))
+
+
+RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
+    piper.route.default: all_whole,
+    piper.route_dgrad.default: _route_dgrad,
+    piper.grouped_mm.default: _product,
+    piper.grouped_mm_dgrad.default: _product_dgrad,
+    piper.grouped_mm_wgrad.default: _product_wgrad,
+    piper.unroute.default: _unroute,
+    piper.unroute_dgrad.default: _unroute,
+    piper.unroute_wgrad.default: _unroute_wgrad,
+}

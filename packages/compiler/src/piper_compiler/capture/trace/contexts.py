@@ -1,0 +1,36 @@
+"""Handle context managers of torch that choose a kernel, as Dynamo writes them into a graph."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import fx
+
+from piper_ir.ground.errors import PiperWarning
+from piper_ops import user_line
+
+KERNEL_CHOICES = frozenset({"_sdpa_kernel", "_backend_from_string"})
+"""The names of the calls that entering and leaving `torch.nn.attention.sdpa_kernel` leaves in a graph."""
+
+
+def drop_kernel_choices(module: fx.GraphModule) -> None:
+    """Remove the choices of attention kernels from a graph, and warn of each line that makes one."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for line in _drop(part.graph):
+                warnings.warn(
+                    f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, whose kernel each device chooses "
+                    "for itself. The result is the same up to rounding",
+                    PiperWarning,
+                    stacklevel=2,
+                )
+
+
+def _drop(graph: fx.Graph) -> list[str]:
+    """Erase the calls, and return the lines at which a choice begins that some operation follows."""
+    calls = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") in KERNEL_CHOICES]
+    entries = [n for n in calls if n.target.__name__ == "_sdpa_kernel"][::2]
+    lines = list(dict.fromkeys(map(user_line, entries)))
+    for node in reversed(calls):
+        graph.erase_node(node)
+    return lines

@@ -1,0 +1,71 @@
+"""Say in which dtypes a model is captured: the casts of its parameters, buffers and batch, and of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from piper_ir.ground.errors import CaptureError
+
+CASTS = (
+    "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers the one that the model "
+    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the result .to(x.dtype); "
+    "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
+)
+"""The advice where floating-point tensors of different dtypes meet."""
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Hold the dtypes of a capture.
+
+    Attributes:
+        compute: floating-point parameters and batch tensors are cast to it; None leaves all as they are.
+        reduce: the dtype of gradient accumulators; None for that of their parameters.
+        keep: patterns of parameter names -> the dtype of these instead; the first that matches counts.
+        exact: names of batch tensors that are not cast to `compute`.
+        wide: the dtype of these, unless they come in `compute`.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    keep: Mapping[str, torch.dtype] = field(default_factory=dict)
+    exact: frozenset[str] = frozenset()
+    wide: torch.dtype = torch.float32
+
+    def of_parameter(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter."""
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        kept = next((dtype for pattern, dtype in self.keep.items() if fnmatchcase(name, pattern)), self.compute)
+        return kept or tensor.dtype
+
+    def of_buffer(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of a buffer: the model's, but all is in float64 where that is to be compared."""
+        wide = self.compute == torch.float64 and tensor.is_floating_point()
+        return torch.float64 if wide else tensor.dtype
+
+    @property
+    def narrow(self) -> bool:
+        """Return whether the dtype of computing has fewer digits than a batch may have."""
+        return self.compute is not None and torch.promote_types(self.compute, self.wide) != self.compute
+
+    def of_batch(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of a tensor of the batch."""
+        if self.compute is None or not tensor.is_floating_point() or tensor.dtype == self.compute:
+            return tensor.dtype
+        return self.wide if name in self.exact else self.compute
+
+    def check(self, names: Collection[str]) -> None:
+        """Raise CaptureError for a pattern that is the name of no parameter."""
+        for pattern in self.keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(list(names)[:3])
+                raise CaptureError(
+                    f"Precision(keep={{{pattern!r}: ...}}): no parameter has such a name; they are called {some}"
+                    f"{', ...' if len(names) > 3 else ''}"
+                )

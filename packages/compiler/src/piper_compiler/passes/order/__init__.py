@@ -1,0 +1,4 @@
+"""Choose the order of instructions, and what overlaps.
+
+May import: steps.
+"""

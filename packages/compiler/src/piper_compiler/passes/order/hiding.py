@@ -1,0 +1,156 @@
+"""Interleave the members of an overlap so that one computes while messages of another are on their way.
+
+A forward whose layers exchange tokens with other devices waits for each exchange; so does a backward. Side by side each
+can compute while the other waits, as DualPipe does (DeepSeek-V3, arXiv 2412.19437). The order is found by a beam
+search on a model of one device: one computation at a time, and one message at a time, in the order in which they are
+handed over. Of the states in which the members have come equally far, those that are done first are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+
+from piper_ir.graph.graph import At, Graph, Node, OverlapGroup
+from piper_ir.program.ops import Collective, Compute
+
+WIDTH = 4
+"""The number of states that are kept of those in which the members have come equally far."""
+MOST_STATES = 20_000
+"""The ways in which members can have come along, beyond which a group is not searched: that would take seconds."""
+
+MemberPlace = tuple[int, int]
+"""A member of a group, and the number of a node in it."""
+_STEPS = "FRBIW"
+"""The steps of a chunk, in the order in which those of one microbatch run; B is I and W."""
+
+
+@dataclass(frozen=True)
+class GroupMessages:
+    """Hold what nodes of a group wait for, other than the nodes before them in their member.
+
+    Attributes:
+        seconds: (node, node that reads what it sends) -> seconds of the message between them.
+        first: (node, node of another member that comes after it).
+    """
+
+    seconds: Mapping[tuple[MemberPlace, MemberPlace], float]
+    first: frozenset[tuple[MemberPlace, MemberPlace]]
+
+
+def messages_to(graph: Graph, at: At) -> Iterator[tuple[At, At]]:
+    """Yield the collectives of whose results a node reads one, each with a node that makes what it sends."""
+    for message, mbs in _writers(graph, at):
+        if isinstance(message.op, Collective):
+            for node, _ in _writers(graph, (message.id, mbs)):
+                yield (message.id, mbs), (node.id, mbs)
+
+
+def messages_of(graph: Graph, group: OverlapGroup, seconds: Mapping[tuple[str, int], float]) -> GroupMessages:
+    """Return what the nodes of a group wait for; `seconds` has the duration of each collective of a value."""
+    place = {at: (m, k) for m, member in enumerate(group.members) for k, at in enumerate(member)}
+    found: dict[tuple[MemberPlace, MemberPlace], float] = {}
+    for at in place:
+        for sent, before in messages_to(graph, at):
+            if before in place:
+                pair = place[before], place[at]
+                found[pair] = max(found.get(pair, 0.0), seconds[sent])
+    return GroupMessages(found, frozenset(_between_members(graph, place)))
+
+
+def _writers(graph: Graph, at: At) -> Iterator[tuple[Node, int]]:
+    node = graph.at(at)
+    assert node is not None, f"a group has {at}"
+    mbs = None if node.mbs is None else range(at[1], at[1] + 1)
+    for value in node.reads:
+        for writer, _ in graph.writers_of(value, mbs):
+            yield writer, at[1]
+
+
+def _between_members(graph: Graph, place: Mapping[At, MemberPlace]) -> Iterator[tuple[MemberPlace, MemberPlace]]:
+    """Yield pairs of nodes of different members that compute steps of one chunk in one microbatch, in their order."""
+    of_chunk: dict[tuple[str, int], list[tuple[int, MemberPlace]]] = {}
+    for at, mine in place.items():
+        node = graph.at(at)
+        if node is not None and isinstance(node.op, Compute):
+            of_chunk.setdefault((node.op.chunk, at[1]), []).append((_STEPS.index(node.op.step), mine))
+    for same in of_chunk.values():
+        for (a, one), (b, other) in product(same, same):
+            if a < b and one[0] != other[0]:
+                yield one, other
+
+
+def hidden(group: OverlapGroup, seconds: Mapping[At, float], messages: GroupMessages) -> Sequence[At] | None:
+    """Return the nodes of a group in the order found; None where nothing waits for a message, or it is too large."""
+    sizes = tuple(map(len, group.members))
+    if not messages.seconds or prod(n + 1 for n in sizes) > MOST_STATES:
+        return None
+    durations = tuple(tuple(seconds[at] for at in member) for member in group.members)
+    picks = _searched(durations, tuple(sorted(messages.seconds.items())), messages.first)
+    turns = [iter(member) for member in group.members]
+    return [next(turns[m]) for m in picks]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Hold how far the members have come, and when.
+
+    Attributes:
+        computed: when the device has computed what it was given so far.
+        sent: when its last message has arrived.
+        arrives: when the message that a node waits for arrives.
+        picks: the member of each node so far, as a chain from the last: (member, those before it).
+    """
+
+    computed: float
+    sent: float
+    arrives: Mapping[MemberPlace, float]
+    picks: tuple[int, object] | None
+
+    @property
+    def key(self) -> tuple[float, float]:
+        return self.computed, self.sent
+
+
+@cache
+def _searched(
+    durations: tuple[tuple[float, ...], ...],
+    messages: tuple[tuple[tuple[MemberPlace, MemberPlace], float], ...],
+    first: frozenset[tuple[MemberPlace, MemberPlace]],
+) -> tuple[int, ...]:
+    """Return of which member each node is, in the order that ends first."""
+    sends: dict[MemberPlace, list[tuple[MemberPlace, float]]] = {}
+    for (node, reader), taken in messages:
+        sends.setdefault(node, []).append((reader, taken))
+    after: dict[MemberPlace, list[MemberPlace]] = {}
+    for node, later in first:
+        after.setdefault(later, []).append(node)
+    ends = tuple(map(len, durations))
+    kept: dict[tuple[int, ...], list[_State]] = {(0,) * len(ends): [_State(0.0, 0.0, {}, None)]}
+    for come in product(*(range(n + 1) for n in ends)):  # what comes after a state comes later in this order
+        for state in sorted(kept.pop(come, ()), key=lambda s: s.key)[:WIDTH] if come != ends else ():
+            for m, k in enumerate(come):
+                if k < ends[m] and all(come[a] > b for a, b in after.get((m, k), ())):
+                    then = _after(state, (m, k), durations[m][k], sends.get((m, k), ()))
+                    kept.setdefault((*come[:m], k + 1, *come[m + 1 :]), []).append(then)
+    best = min(kept[ends], key=lambda s: s.key)
+    picks: list[int] = []
+    link: object = best.picks
+    while isinstance(link, tuple):
+        member, link = link
+        picks.append(member)
+    return tuple(reversed(picks))
+
+
+def _after(state: _State, node: MemberPlace, seconds: float, sends: Sequence[tuple[MemberPlace, float]]) -> _State:
+    """Return the state once a node is computed, too."""
+    computed = max(state.computed, state.arrives.get(node, 0.0)) + seconds
+    sent, arrives = state.sent, dict(state.arrives)
+    for reader, taken in sends:
+        sent = max(sent, computed) + taken
+        arrives[reader] = max(arrives.get(reader, 0.0), sent)
+    arrives.pop(node, None)
+    return _State(computed, sent, arrives, (node[0], state.picks))

@@ -1,0 +1,203 @@
+"""Make gradient buckets. They belong to the whole graph and are keyed by the ranks that hold their parameters.
+
+The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from piper_compiler.ports import trains
+from piper_compiler.request import Training
+from piper_ir.graph.graph import Coord, Editor, Replication
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.node_ids import compute_id
+from piper_ir.ground.shards import Shards
+from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.plan.plan import Bucket, Channel
+from piper_ir.program.program import Param, Program
+
+ALIGN_BYTES = 256
+"""The alignment in bytes of a parameter in its bucket, as CUDA's vectorised kernels and NCCL prefer it.
+
+torch's allocator gives the same.
+"""
+
+_Purpose = Literal["reduce", "gather", "scatter"]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Say what the parameters of one bucket have in common.
+
+    Attributes:
+        dtypes: the dtypes of the update, of forward and backward, and of gradients; "" where it is the first.
+        unit: the stage whose gradients complete them, where a bucket must not join stages: its gathered parameters or
+            gradients would be held for both.
+        parts: the axes along which each device has another part of them.
+        summed: the axes along which devices that share a chunk make terms of their gradients.
+    """
+
+    roles: tuple[str, ...]
+    dtypes: tuple[str, str, str]
+    group: int
+    limit: int
+    policy: Replication
+    unit: Coord | None
+    parts: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Return the elements that are aligned in the narrowest of its dtypes."""
+        return ALIGN_BYTES // min(ITEM_BYTES[dtype] for dtype in self.dtypes if dtype)
+
+
+def make_buckets(edit: Editor, training: Training) -> None:
+    """Add the buckets of all trained parameters and the channels that reduce them.
+
+    Parameters stand in the order in which their gradients become complete. A bucket ends where the next parameter would
+    exceed its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
+    """
+    held = holders(edit, edit.graph.program)
+    if training.whole:
+        _check_whole(edit, training)
+    open_: dict[_Kind, list[Param]] = {}
+    filled: dict[_Kind, int] = {}
+    made: list[tuple[_Kind, list[Param]]] = []
+    for param, policy, stage in _by_completion(edit):
+        roles = held[param.name]
+        policy = _of_experts(policy, edit.graph.program, param)
+        group = training.group_of.get(param.name, 0)
+        reduced = len(roles) > 1 or bool(policy.over or param.summed)
+        limit = policy.bucket_bytes if reduced else 2**62
+        dtypes = training.bucket_dtypes(param)
+        parts = tuple(sorted({p.axis for p in param.layout}))
+        unit = stage if policy.shard.grads else None
+        key = _Kind(roles, dtypes, group, limit, _shared(policy), unit, parts, param.summed)
+        members = open_.get(key)
+        item = ITEM_BYTES[dtypes[2] or dtypes[0]]
+        if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
+            members = open_[key] = []
+            filled[key] = 0
+            made.append((key, members))
+        members.append(param)
+        filled[key] += _aligned(param, key) * item
+    for number, (key, members) in enumerate(made):
+        _add(edit, f"bucket{number}", key, members)
+
+
+WHOLE = {
+    "Adafactor": " (it keeps sums over rows and columns of matrices)",
+    "Muon": " (it makes the updates of matrices orthogonal)",
+}
+"""The reasons for which optimizers of torch need whole parameters, as a message says them."""
+
+
+def _check_whole(edit: Editor, training: Training) -> None:
+    """Raise CompileError where ranks share states, or have parts, of parameters that an optimizer needs whole."""
+    optimizer, groups = training.whole, training.whole_groups
+    advice = (
+        f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that updates each element by itself, "
+        f"such as AdamW or RMSprop, declare it with piper.elementwise({optimizer}) if it does so, or"
+    )
+    whole = [p for p in edit.graph.program.params if p.trained and training.group_of.get(p.name, 0) in groups]
+    if parted := next((p.name for p in whole if p.layout), None):
+        raise CompileError(f"each device would have a part of parameter {parted!r} (by shard), {advice} leave shard out")
+    sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
+    if sharing is not None:
+        raise CompileError(
+            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part of every "
+            f"parameter, {advice} use zero=0"
+        )
+
+
+def _shared(policy: Replication) -> Replication:
+    """Return a policy without the facts in which the parameters of a bucket may differ."""
+    return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
+
+
+def _of_experts(policy: Replication, program: Program, param: Param) -> Replication:
+    """Return the policy of a parameter that only some of the replicas have, because they share experts."""
+    apart = {part.axis for part in param.layout} & set(dict(program.experts))
+    if not apart:
+        return policy
+    over, params, grads, optim = (
+        tuple(a for a in axes if a not in apart)
+        for axes in (policy.over, policy.shard.params, policy.shard.grads, policy.shard.optim)
+    )
+    return replace(policy, over=over, shard=Shards(params, grads, optim))
+
+
+def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]]:
+    """Return the trained parameters with policy and stage, in the order in which their gradients become complete.
+
+    Backward runs against the program, so a gradient is complete with the first chunk that uses its parameter.
+    """
+    none = Replication((), 25 * 2**20, "", -1)
+    by_name = {p.name: p for p in edit.graph.program.params}
+    out: dict[str, tuple[Replication, Coord | None]] = {}
+    for chunk in reversed(edit.graph.program.chunks):
+        policy = edit.replication.get(chunk.id, none)
+        names = trains(chunk)
+        stage = edit.families[compute_id(chunk.id, "F")][0].coords.get("stage") if names else None
+        for name in reversed(names):
+            other, _ = out.pop(name, (policy, stage))
+            if other.together != policy.together:
+                raise CompileError(
+                    f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them together"
+                )
+            out[name] = policy, stage
+    return [(by_name[name], policy, stage) for name, (policy, stage) in out.items()]
+
+
+def _aligned(param: Param, kind: _Kind) -> int:
+    """Return the elements that a parameter takes in a bucket."""
+    return -(-bind(param.spec.numel, 0) // kind.step) * kind.step
+
+
+def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
+    offsets, numel = [], 0
+    for param in members:
+        offsets.append(numel)
+        numel += _aligned(param, kind)
+    policy, roles = kind.policy, kind.roles
+    shard = policy.shard
+    if shard.optim:
+        whole = kind.step * edit.graph.mesh.degree(shard.optim)
+        numel = -(-numel // whole) * whole
+    axes = tuple(a for a in edit.graph.mesh.axes if a in (*policy.over, *kind.summed))
+    over = tuple(a for a in axes if a not in shard.optim)
+    used = policy.stream or "reduce"
+    channel = _channel(edit, roles, over, used, "reduce") if len(roles) > 1 or over else ""
+    sharers = roles if shard.optim else ()
+    gather = tuple([_channel(edit, (role,), shard.optim, policy.gather or "gather", "gather") for role in sharers])
+    scatter = tuple([_channel(edit, (role,), shard.optim, policy.stream or "scatter", "scatter") for role in sharers])
+    dtype, compute, reduce = kind.dtypes
+    edit.buckets[id] = Bucket(
+        id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
+        shard, gather, scatter, compute, reduce, kind.parts,
+    )  # fmt: skip
+
+
+def _channel(edit: Editor, roles: tuple[str, ...], over: tuple[str, ...], stream: str, purpose: _Purpose) -> str:
+    """Return the channel of a kind of collective, made on first use; those of one stream share one communicator."""
+    name = "+".join(roles) + ("/" + "+".join(over) if over else "")
+    id = f"reduce.{name}.{stream}"
+    edit.channels.setdefault(id, Channel(id, "group", roles, (stream,) * len(roles), over, purpose))
+    return id
+
+
+def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:
+    """Return for each trained parameter, in order, the roles whose chunks read it; each must update it."""
+    trained = {name for chunk in program.chunks for name in trains(chunk)}
+    out: dict[str, set[str]] = {}
+    for chunk in program.chunks:
+        mine = [i.ref for i in chunk.inputs if i.kind == "param" and i.ref in trained]
+        if mine:
+            roles = {node.role for node in graph.families[compute_id(chunk.id, "F")]}
+            for name in mine:
+                out.setdefault(name, set()).update(roles)
+    order = list(graph.roles)
+    return {name: tuple(sorted(roles, key=order.index)) for name, roles in out.items()}

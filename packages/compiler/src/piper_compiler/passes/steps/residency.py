@@ -1,0 +1,357 @@
+"""Add what sharded buckets need once the compute of every role is in order: gathers, buffers, scatters and folds.
+
+Everything here is local to a role, since the ranks that share its buckets run the same program. So nodes are added
+behind scheduling, each next to the compute that it belongs to:
+
+    gather    all parameters of a bucket, `prefetch` uses ahead of their first use in a window; F and I use them
+    fresh     a buffer for all gradients of a bucket, right before the first who adds to it in a window
+    scatter   the buffer's sum over ranks, each part to the rank that keeps it, right after the last who adds
+    fold      adds that part to what the rank keeps, once the scatter should have ended, so that nothing waits for it
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from piper_compiler.durations import LINK
+from piper_compiler.passes.steps.arrays import int_array
+from piper_compiler.passes.steps.dependencies import Dependencies
+from piper_compiler.passes.steps.windows import CacheWindow, windows
+from piper_compiler.ports import signatures
+from piper_ir.graph.graph import Coord, Editor, Graph, Node
+from piper_ir.graph.graph_parts import Replication, mbs_of
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec
+from piper_ir.plan.plan import Bucket, Category
+from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Op
+from piper_ir.program.program import Chunk, Signature
+
+HeldValues = tuple[tuple[Category, str, str], ...]
+"""The values that a node holds in place of states: each as (category, bucket, value)."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Hold the nodes of a graph in the order in which they are scheduled.
+
+    Attributes:
+        deps: the nodes' numbers and edges.
+        sequence: the numbers in order.
+        held: the values that numbers hold; numbers that hold none are left out.
+    """
+
+    graph: Graph
+    deps: Dependencies
+    sequence: list[int]
+    held: dict[int, HeldValues]
+
+
+def residency(
+    graph: Graph, deps: Dependencies, sequence: list[int], starts: Sequence[float], seconds: Sequence[float]
+) -> Scheduled:
+    """Return the scheduled graph with what its sharded buckets need.
+
+    `starts` and `seconds` are the canonical start and duration of each number that computes.
+    """
+    shared = [b for b in graph.buckets.values() if b.shard.grads]
+    if not shared:
+        return Scheduled(graph, deps, sequence, {})
+    if deps.spans:
+        raise CompileError("pairs of given duration run as one, and gradients or parameters are sharded: use zero=0 or 1")
+    adder = _Adder(graph, deps)
+    places: dict[str, list[int]] = {role: [] for role in graph.roles}
+    for i in sequence:
+        if not deps.comm[i]:
+            places[deps.node(i).role].append(i)
+    uses = _Uses(graph)
+    for role, order in places.items():
+        held_here = [b for b in shared if role in b.roles]
+        if held_here:
+            _Role(adder, uses, role, order, held_here).add(starts, seconds)
+    return adder.done(sequence)
+
+
+class _Uses:
+    """Say which sharded buckets a step of a chunk reads gathered, and to whose buffers it adds."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._home = {p: b for b in graph.buckets.values() for p in b.params}
+        self._known: dict[tuple[str, str, bool], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def of(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the buckets read and added to."""
+        if not isinstance(op, Compute):
+            return (), ()
+        key = op.variant, op.step, op.apart
+        if key not in self._known:
+            chunk = self._graph.program.chunk(op.variant)
+            sigs = signatures(chunk, op.step, op.apart)
+            read = [b.id for sig in sigs for b in self._read(chunk, sig) if b.shard.params]
+            added = [self._home[chunk.inputs[k].ref].id for sig in sigs for k in sig.accumulates]
+            self._known[key] = tuple(dict.fromkeys(read)), tuple(dict.fromkeys(b for b in added if self._shared(b)))
+        return self._known[key]
+
+    def _shared(self, bucket: str) -> bool:
+        return bool(self._graph.buckets[bucket].shard.grads)
+
+    def _read(self, chunk: Chunk, sig: Signature) -> Iterable[Bucket]:
+        inputs = [chunk.inputs[int(p[2:])] for p in sig.reads if p.startswith("in")]
+        return [self._home[i.ref] for i in inputs if i.kind == "param" and i.ref in self._home]
+
+
+@dataclass
+class _New:
+    """Hold the nodes of one kind that are added for one bucket, as many as it has windows of this kind.
+
+    Attributes:
+        id: the id of the node; windows of one microbatch share it.
+        mbs: the microbatches, in the order in which `numbers` were asked for; None: one node of the whole step.
+    """
+
+    id: str
+    node: Node
+    mbs: list[int] | None
+    key: list[int] = field(default_factory=list)
+
+
+class _Adder:
+    """Collect nodes and where they stand, and return the graph with them."""
+
+    def __init__(self, graph: Graph, deps: Dependencies) -> None:
+        self.graph, self.deps = graph, deps
+        self.edit: Editor = graph.edit()
+        self.new: dict[str, _New] = {}
+        self.count = 0
+        self.front: list[int] = []
+        self.before: dict[int, list[int]] = {}
+        self.after: dict[int, list[int]] = {}
+        self.edges: list[tuple[int, int]] = []  # temporary numbers are negative
+        self.held: dict[int, list[tuple[Category, str, str]]] = {}
+        self.replaced: dict[int, Node] = {}
+        self.moved: set[int] = set()
+        self.folds = {(n.op.bucket, n.role): k for k, n in enumerate(deps.nodes) if isinstance(n.op, Fold)}
+
+    def value(self, id: str, numel: int, bucket: Bucket, category: Category) -> str:
+        """Declare a value that holds a flat tensor of a bucket."""
+        if id not in self.edit.values:
+            self.edit.value(id, TensorSpec((numel,), bucket.dtype_of(category)), category)
+        return id
+
+    def add(self, node: Node, mb: int) -> int:
+        """Add a node in a microbatch (-1: of the whole step), and return its temporary number."""
+        known = self.new.get(node.id)
+        if known is None:
+            known = self.new[node.id] = _New(node.id, node, None if mb < 0 else [])
+        self.count -= 1
+        known.key.append(self.count)
+        if known.mbs is not None:
+            known.mbs.append(mb)
+        return self.count
+
+    def done(self, sequence: list[int]) -> Scheduled:
+        """Return the graph with all new nodes, numbered behind the old ones."""
+        deps = self.deps
+        nodes, starts, of, mbs, comm = list(deps.nodes), list(deps.starts), list(deps.of), list(deps.mb), list(deps.comm)
+        number: dict[int, int] = {}
+        for k, node in self.replaced.items():
+            self.edit.update(node)
+            nodes[k] = node
+        for new in self.new.values():
+            order = np.argsort(int_array(new.mbs or [0] * len(new.key)), kind="stable").tolist()
+            node = new.node if new.mbs is None else replace(new.node, mbs=mbs_of(new.mbs))
+            self.edit.add(node)
+            starts.append(len(of))
+            for n in order:
+                number[new.key[n]] = len(of)
+                of.append(len(nodes))
+                mbs.append(-1 if new.mbs is None else new.mbs[n])
+                comm.append(isinstance(node.op, Collective))
+            nodes.append(node)
+        flat = int_array(number.get(i, i) for edge in self.edges for i in edge)
+        source, target = (np.concatenate((old, flat[k::2])) for k, old in enumerate((deps.source, deps.target)))
+        by_target = np.argsort(target, kind="stable")
+        made = replace(
+            deps, nodes=tuple(nodes), starts=starts, of=of, mb=mbs, comm=comm, source=source[by_target], target=target[by_target]
+        )
+        held = {i: tuple(found) for i, found in self.held.items()}
+        return Scheduled(self.edit.done(), made, self._spliced(sequence, number), held)
+
+    def _spliced(self, sequence: list[int], number: dict[int, int]) -> list[int]:
+        out = [number[n] for n in self.front]
+        for i in sequence:
+            out += [number.get(n, n) for n in self.before.get(i, ())]
+            out += [i] if i not in self.moved else []
+            out += [number[n] for n in self.after.get(i, ())]
+        return out
+
+
+class _Role:
+    """Add the nodes of one role, whose compute runs in this order."""
+
+    def __init__(self, adder: _Adder, uses: _Uses, role: str, order: list[int], buckets: list[Bucket]) -> None:
+        self.adder, self.uses, self.role, self.order, self.buckets = adder, uses, role, order, buckets
+        self.ops = [adder.deps.node(i).op for i in order]
+        self.policy = self._policies()
+        self.starts: list[float] | None = None
+        self.ending = _ending(self.ops)
+        self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
+
+    def _policies(self) -> dict[str, Replication]:
+        """Return what the strategy says of each bucket."""
+        graph, out = self.adder.graph, dict[str, Replication]()
+        home = {p: b.id for b in self.buckets for p in b.params}
+        for chunk in graph.program.chunks:
+            for entry in chunk.inputs:
+                if entry.kind == "param" and entry.ref in home and chunk.id in graph.replication:
+                    out.setdefault(home[entry.ref], graph.replication[chunk.id])
+        return out
+
+    def add(self, starts: Sequence[float], seconds: Sequence[float]) -> None:
+        """Add everything that the role's buckets need."""
+        gathered = {b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in self.buckets}
+        reduced = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in self.buckets}
+        found = [self.uses.of(op) for op in self.ops]
+        at = [k for k, (read, _) in enumerate(found) if read]
+        for window in windows([found[k][0] for k in at], gathered, self._room("resident_bytes")):
+            self._gather(window, at)
+        at = [k for k, (_, added) in enumerate(found) if added]
+        scattered = windows([found[k][1] for k in at], reduced, self._room("reduced_bytes"))
+        last = {w.bucket: w for w in scattered}
+        free = 0.0
+        by_end = sorted(scattered, key=lambda w: w.uses[-1])
+        begins = sorted(at[w.uses[0]] for w in scattered)
+        for n, window in enumerate(by_end):
+            k = at[window.uses[-1]]
+            ends = starts[self.order[k]] + seconds[self.order[k]]
+            free = max(ends, free) + reduced[window.bucket] / LINK
+            place = self._place(k, free, starts)
+            if n + 1 < len(by_end):  # one scatter is under way while another buffer is filled, and no more
+                following = bisect_right(begins, at[by_end[n + 1].uses[-1]])
+                place = min([place, *begins[following : following + 1]])
+            self._scatter(window, at, place, final=last[window.bucket] is window)
+
+    def _room(self, name: str) -> int | None:
+        """Return the most that the policies of the role's buckets allow to keep."""
+        rooms = [getattr(policy, name) for policy in self.policy.values()]
+        return None if None in rooms else max(rooms, default=0)
+
+    def _bucket(self, window: CacheWindow) -> tuple[Bucket, int]:
+        bucket = self.adder.graph.buckets[window.bucket]
+        return bucket, bucket.roles.index(self.role)
+
+    def _named(self, what: str, window: CacheWindow, at: list[int], *, whole: bool = False) -> tuple[str, int]:
+        """Return the id of a window's node, and the microbatch if all of its uses are in one and not `whole`, else -1.
+
+        Windows of one microbatch are told apart by their first user, which the id names; others by its microbatch too.
+        """
+        deps, order = self.adder.deps, self.order
+        number = order[at[window.uses[0]]]
+        mb = deps.mb[number]
+        if whole or any(deps.mb[order[at[use]]] != mb for use in window.uses):
+            return f"{what}.{window.bucket}#{self.role}.{deps.name(number)}", -1
+        key = what, window.bucket, deps.of[number]
+        id = self.ids.get(key)
+        if id is None:
+            id = self.ids[key] = f"{what}.{window.bucket}#{self.role}.{deps.node(number).id}"
+        return id, mb
+
+    def _coords(self, op: str, bucket: str, user: int) -> dict[str, Coord]:
+        return {"phase": self.adder.deps.node(user).coords["phase"], "op": op, "bucket": bucket}
+
+    def _gather(self, window: CacheWindow, at: list[int]) -> None:
+        adder, first = self.adder, self.order[at[window.uses[0]]]
+        id, mb = self._named("gather", window, at)
+        known = adder.new.get(id)
+        node = self._gather_node(id, window, first) if known is None else known.node
+        number = adder.add(node, mb)
+        ahead = max(window.earliest, window.uses[0] - self.policy[window.bucket].prefetch)
+        behind = at[ahead] - 1
+        if behind < 0:
+            adder.front.append(number)
+        else:
+            adder.after.setdefault(self.order[behind], []).append(number)
+            adder.edges.append((self.order[behind], number))
+        adder.edges.append((number, first))
+        self._hold("gathered", window, at, node.writes[0])
+
+    def _gather_node(self, id: str, window: CacheWindow, first: int) -> Node:
+        bucket, r = self._bucket(window)
+        value = self.adder.value(f"{id}:whole", bucket.numel, bucket, "gathered")
+        stream = self.adder.graph.channels[bucket.gather[r]].streams[0]
+        op = Collective("all_gather", bucket.gather[r], bucket.id)
+        return Node(id, op, self._coords("allgather", bucket.id, first), (), (value,), self.role, stream)
+
+    def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
+        for use in window.uses:
+            self.adder.held.setdefault(self.order[at[use]], []).append((category, window.bucket, value))
+
+    def _scatter(self, window: CacheWindow, at: list[int], place: int, *, final: bool) -> None:
+        adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]
+        id, mb = self._named("fresh", window, at, whole=final)
+        known = adder.new.get(id)
+        fresh = self._fresh_node(id, window, first) if known is None else known.node
+        (buffer,) = fresh.writes
+        adder.before.setdefault(first, []).append(adder.add(fresh, mb))
+        self._hold("reduced", window, at, buffer)
+        id, mb = self._named("scatter", window, at, whole=final)
+        known = adder.new.get(id)
+        node = self._scatter_node(id, window, first, buffer) if known is None else known.node
+        scatter = adder.add(node, mb)
+        adder.after.setdefault(self.order[last], []).append(scatter)
+        adder.edges.append((self.order[last], scatter))
+        self._fold(window, at, scatter, node.writes[0], place, final=final)
+
+    def _fresh_node(self, id: str, window: CacheWindow, first: int) -> Node:
+        bucket, _ = self._bucket(window)
+        buffer = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
+        return Node(id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role)
+
+    def _scatter_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
+        bucket, r = self._bucket(window)
+        graph = self.adder.graph
+        part = self.adder.value(f"{id}:part", bucket.numel // graph.mesh.degree(bucket.shard.grads), bucket, "reduced")
+        stream = graph.channels[bucket.scatter[r]].streams[0]
+        op = Collective("reduce_scatter", bucket.scatter[r])
+        return Node(id, op, self._coords("reducescatter", bucket.id, first), (buffer,), (part,), self.role, stream)
+
+    def _fold(self, window: CacheWindow, at: list[int], scatter: int, part: str, place: int, *, final: bool) -> None:
+        """Add the fold of a window right before a place; a bucket's last one is there already, behind all compute."""
+        adder, bucket = self.adder, window.bucket
+        if final:
+            k = adder.folds[bucket, self.role]
+            adder.replaced[k] = replace(adder.deps.nodes[k], reads=(part,))
+            fold = adder.deps.starts[k]
+            adder.edges.append((scatter, fold))
+            if isinstance(self.ops[place], Compute):
+                adder.moved.add(fold)
+                adder.before.setdefault(self.order[place], []).append(fold)
+            return
+        id, mb = self._named("fold", window, at)
+        known = adder.new.get(id)
+        if known is None:
+            coords = self._coords("fold", bucket, self.order[at[window.uses[0]]])
+            fold = adder.add(Node(id, Fold(bucket), coords, (part,), (), self.role), mb)
+        else:
+            fold = adder.add(known.node, mb)
+        adder.before.setdefault(self.order[place], []).append(fold)
+        adder.edges.append((scatter, fold))
+
+    def _place(self, last: int, ends: float, starts: Sequence[float]) -> int:
+        """Return the first compute after `last` that starts when a scatter should have ended, or else a final fold."""
+        if self.starts is None:
+            self.starts = [starts[i] for i in self.order]  # ascending, since compute runs one after the other
+        ready = bisect_left(self.starts, ends, last + 1)
+        return min(ready, self.ending[last + 1], len(self.order) - 1)
+
+
+def _ending(ops: Sequence[Op]) -> list[int]:
+    """Return for each index, and the one behind the last, the first from there on that does not compute a chunk."""
+    out = [len(ops)]
+    for k in reversed(range(len(ops))):
+        out.append(out[-1] if isinstance(ops[k], Compute) else k)
+    return out[::-1]

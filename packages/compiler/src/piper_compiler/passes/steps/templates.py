@@ -1,0 +1,399 @@
+"""Make the instructions of a draft as templates: instructions that differ in their microbatch only are made once.
+
+The values that die in an instruction, and the order in which a part frees them, may differ between microbatches. So
+`Drafted` holds the templates before that is known, and `programs` returns those of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from piper_compiler.passes.steps.arrays import Flags, Ints, int_array, run_starts
+from piper_compiler.passes.steps.draft import Draft
+from piper_compiler.passes.steps.parts import Made, PartMaker
+from piper_compiler.passes.steps.release import Releases, Uses
+from piper_compiler.passes.steps.residency import HeldValues, Scheduled
+from piper_compiler.passes.steps.waits import LazyWaits
+from piper_ir.fold.timing import Prepared, sweep
+from piper_ir.plan.instr_table import InstrTable, InstrTemplate, PartTemplate
+from piper_ir.plan.plan import COMPUTE
+from piper_ir.program.ops import Fresh
+
+_Like = int | tuple[int, HeldValues]
+"""A node, with what it holds in place of states if it does."""
+
+Dying = tuple[tuple[int, int, bool], ...]
+"""The shared values that die in an instruction, each as (part, number in microbatch 0, sent).
+
+The value dies after the part; a sent value is freed before the others.
+"""
+
+
+@dataclass(eq=False, slots=True)
+class _Template:
+    """Hold an instruction in any microbatch, before its frees are known.
+
+    Attributes:
+        seconds: canonical duration.
+        given: the duration that the plan itself states, if any.
+    """
+
+    stream: str
+    made: list[Made]
+    seconds: float
+    given: float | None
+    touched: list[tuple[int, int]]
+    """The parts, each with the shared values that it writes, then those that it reads."""
+    aheads: tuple[int, ...] = (0,)
+    """The microbatches of its parts, relative to the instruction's."""
+
+
+@dataclass(eq=False, slots=True)
+class _Trace:
+    """Record what a microbatch has done on a role so far.
+
+    Attributes:
+        order: the values that it has touched, in the order of first touch.
+        then: the next trace, by template.
+        known: the templates of the plan that end here, by what dies in them.
+    """
+
+    order: dict[int, int] = field(default_factory=dict)
+    then: dict[tuple[int, int], _Trace] = field(default_factory=dict)
+    known: dict[Dying, int] = field(default_factory=dict)
+
+    def after(self, template: _Template, ahead: int) -> _Trace:
+        """Return the trace after the parts of an instruction whose microbatch is `ahead` of the instruction's."""
+        found = self.then.get((id(template), ahead))
+        if found is None:
+            found = self.then[id(template), ahead] = _Trace(dict(self.order))
+            for made in template.made:
+                if made.part.ahead == ahead:
+                    for v in (*made.part.writes, *made.part.reads, *made.part.held):
+                        found.order.setdefault(v - ahead, len(found.order))
+        return found
+
+
+class Drafted:
+    """Hold the templates of a draft, and everything to make the plan from them.
+
+    Attributes:
+        used: the template of each instruction.
+        mb: its microbatch.
+        uses: how instructions use shared values.
+        times: those of a run without frees.
+        first_part: the number of each computing instruction's first part.
+        instr_of_part: the instruction of each such part.
+    """
+
+    def __init__(self, scheduled: Scheduled, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
+        self.graph, self.deps, self.maker, self.draft, self.spans = scheduled.graph, scheduled.deps, maker, draft, spans
+        self.held = scheduled.held
+        self.count = maker.count
+        self._needed: LazyWaits | None = None
+        self._parts: dict[_Like, list[Made]] = {}
+        self._known: dict[object, _Template] = {}
+        self._loaded: set[tuple[str, str, int]] = set()
+        lead = int_array([numbers[0] for numbers in draft.tasks])
+        self.mb = int_array(self.deps.mb)[lead]
+        for k, numbers in enumerate(draft.tasks if spans else ()):
+            self.mb[k] = min([self.deps.mb[i] for i in numbers])  # a span joins microbatches
+        self.used = self._used(lead.tolist())
+        self.instrs = self._instrs()
+        many = np.zeros(len(lead), np.int64)
+        for template, mine in self.instrs:
+            many[mine] = len(template.made) if template.stream == COMPUTE else 0
+        self.whole: Flags = np.array(maker.whole, np.bool_)
+        self.first_part = run_starts(many)
+        self.instr_of_part = np.repeat(np.arange(len(many)), many)
+        self.uses = self._uses()
+        needed = draft.issue.needed(draft.waits)
+        prepared = draft.prepared(needed, draft.issue.waits_of(needed), *draft.scheduled)
+        self.times = sweep(prepared, [t.seconds for t in self.used], latency=self.graph.program.hop)
+
+    @property
+    def makespan(self) -> float:
+        """Return the canonical seconds of a step that frees nothing."""
+        return self.times.makespan
+
+    def prepared(self, freed: Releases) -> Prepared:
+        """Return what `piper_ir.fold.timing.prepare` makes of the plan.
+
+        A value is freed by what starts late enough in the run without frees. So nearly all instructions stand in the
+        order in which they start there; of those that start together, communication comes first, and what belongs to
+        the whole step last.
+        """
+        waits, whole, draft = self._waits(freed), self.mb < 0, self.draft
+        keys = np.array(self.times.start), whole, whole | ~draft.channelled, *draft.scheduled
+        return draft.prepared(waits.needed, waits.by_instr, *keys)
+
+    def _waits(self, freed: Releases) -> LazyWaits:
+        """Return the waits of the plan, found once."""
+        if self._needed is None:
+            self._needed = LazyWaits(self.draft.issue, self.draft.waits + freed.waits)
+        return self._needed
+
+    def _used(self, leads: list[int]) -> list[_Template]:
+        """Return the template of each instruction. `leads` has the first number of each."""
+        of, mb, comm, spans, held = self.deps.of, self.deps.mb, self.deps.comm, self.spans, self.held
+        out: list[_Template] = []
+        known = self._known.get
+        for numbers, lead in zip(self.draft.tasks, leads, strict=True):
+            if comm[lead]:
+                out.append(known(of[lead]) or self._transfer(of[lead]))
+                continue
+            like: tuple[_Like, ...] = (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            if held:
+                like = tuple([(of[i], held[i]) if i in held else of[i] for i in numbers])
+            template = None if lead in spans else known(like)
+            out.append(template or self._task(like, [mb[i] for i in numbers], spans.get(lead)))
+        return out
+
+    def _transfer(self, k: int) -> _Template:
+        node = self.deps.nodes[k]
+        (made,) = self.maker.node(node)
+        seconds = self.maker.transfer_seconds(node, made.part)
+        template = self._known[k] = _Template(node.stream, [made], seconds, None, [(0, v) for v in made.reads])
+        return template
+
+    def _task(self, like: tuple[_Like, ...], mbs: list[int], given: float | None) -> _Template:
+        """Return an instruction that runs these nodes in these microbatches.
+
+        The first node that reads a source in its microbatch loads it.
+        """
+        own = min(mbs)
+        nodes = [self.deps.nodes[_node_of(one)[0]] for one in like]
+        sources = [(v, node.role, mb) for node, mb in zip(nodes, mbs, strict=True) for v in self.maker.sources(node)]
+        fresh = dict.fromkeys([source for source in sources if source not in self._loaded])
+        self._loaded.update(fresh)
+        ahead = tuple([mb - own for mb in mbs])
+        key = like, ahead, tuple([(v, role, mb - own) for v, role, mb in fresh]), given
+        template = self._known.get(key)
+        if template is None:
+            template = self._known[key] = self._computing(like, ahead, set(key[2]), given)
+            if not sources and given is None:
+                self._known[like] = template
+        return template
+
+    def _computing(
+        self, like: tuple[_Like, ...], ahead: tuple[int, ...], fresh: set[tuple[str, str, int]], given: float | None
+    ) -> _Template:
+        made: list[Made] = []
+        for one, n in zip(like, ahead, strict=True):
+            k, held = _node_of(one)
+            node = self.deps.nodes[k]
+            for v in self.maker.sources(node):
+                if (v, node.role, n) in fresh:
+                    fresh.remove((v, node.role, n))
+                    made.append(_ahead(self.maker.load(v, node.role), n))
+            if one not in self._parts:
+                self._parts[one] = self.maker.node(node, held)
+            made += [_ahead(m, n) for m in self._parts[one]]
+        seconds = self.maker.seconds.compute([m.part.op for m in made]) if given is None else given
+        touched = [(k, v) for k, m in enumerate(made) for v in (*m.writes, *m.reads, *m.part.held)]
+        return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
+
+    def _instrs(self) -> list[tuple[_Template, Ints]]:
+        keys = list(map(id, self.used))
+        templates = dict(zip(keys, self.used, strict=True))
+        number = {key: n for n, key in enumerate(templates)}
+        numbers = int_array(map(number.__getitem__, keys))
+        order = np.argsort(numbers, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+        return list(zip(templates.values(), parts, strict=True))
+
+    def _uses(self) -> Uses:
+        far = 1 + max([len(template.touched) for template, _ in self.instrs], default=0)
+        touched = [[int_array(())], [int_array(())]]
+        sent = [[int_array(())], [int_array(())]]
+        for template, instrs in self.instrs:
+            if not template.touched:
+                continue
+            shift = np.maximum(self.mb[instrs], 0)
+            numbers = int_array([v for _, v in template.touched])[:, None]
+            values = numbers + np.where(self.whole[numbers // self.count], 0, shift)
+            if template.stream == COMPUTE:
+                keys = int_array([part * far + k for k, (part, _) in enumerate(template.touched)])
+                touched[0].append(values.ravel())
+                touched[1].append((keys[:, None] + self.first_part[instrs] * far).ravel())
+            else:
+                sent[0].append(values.ravel())
+                sent[1].append((np.arange(len(values))[:, None] + instrs * far).ravel())
+        (value, at), (carried, by) = (map(np.concatenate, columns) for columns in (touched, sent))
+        order, sending = np.argsort(at), np.argsort(by)
+        count = len(self.maker.places) * self.count
+        return Uses(count, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far)
+
+    def buffers(self) -> tuple[Ints, Ints]:
+        """Return the buffers for gradients that will be scattered, and the instruction that makes each."""
+        values, makers = [int_array(())], [int_array(())]
+        for template, instrs in self.instrs:
+            for m in template.made if template.stream == COMPUTE else ():
+                if isinstance(m.part.op, Fresh):
+                    v = m.writes[0]
+                    values.append(v + np.where(self.whole[v // self.count], 0, np.maximum(self.mb[instrs], 0)))
+                    makers.append(instrs)
+        return np.concatenate(values), np.concatenate(makers)
+
+    def programs(self, freed: Releases) -> list[InstrTable]:
+        """Return the program of each role, with its frees and the waits that these need."""
+        values = self.maker.values()
+        waits = self._waits(freed)
+        final = _Final(self, freed)
+        maker, made = self._buffers()
+        there: Flags = maker >= 0  # what is not made by an instruction is there from the start
+        mbs = self.mb.tolist()
+        out = []
+        for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
+            templates, used = final.role(a, b)
+            first = tuple(made[maker == -1 - r].tolist())
+            buffers = _within(maker[there], made[there], a, b)
+            columns = waits.of(a, b), _within(freed.before, freed.early, a, b), buffers, first
+            out.append(InstrTable(values, templates, used, mbs[a:b], *columns))
+        return out
+
+    def _buffers(self) -> tuple[Ints, Ints]:
+        """Find where receive buffers and results of reductions are made: by buffer, the instruction and the value.
+
+        They are made right after the latest instruction that computes before the receive is posted. Those that are
+        there before the first such instruction of role r have -1 - r in its place.
+        """
+        draft = self.draft
+        user, value = [int_array(())], [int_array(())]
+        for template, instrs in self.instrs:
+            for v in template.made[0].writes if template.stream != COMPUTE else ():
+                user.append(instrs)
+                value.append(v + np.maximum(self.mb[instrs], 0))
+        users, values = np.concatenate(user), np.concatenate(value)
+        order = np.argsort(users, kind="stable")
+        users, values = users[order], values[order]
+        latest = draft.compute[np.searchsorted(draft.compute, users) - 1]
+        roles = np.searchsorted(int_array(draft.offsets), users, side="right") - 1
+        return np.where(draft.computed[users] > 0, latest, -1 - roles), values
+
+
+class _Final:
+    """Make the templates of the plan: the drafted ones, with what each part frees."""
+
+    def __init__(self, drafted: Drafted, freed: Releases) -> None:
+        self.drafted = drafted
+        self.dying = self._dying(freed)
+        self.start = _Trace()
+
+    def _dying(self, freed: Releases) -> list[Dying]:
+        """Return what dies in each instruction that computes."""
+        d = self.drafted
+        instr = d.instr_of_part[freed.after]
+        part = freed.after - d.first_part[instr]
+        number = freed.freed - np.where(d.whole[freed.freed // d.count], 0, np.maximum(d.mb[instr], 0))
+        sent = np.isin(freed.freed, d.uses.sent)
+        flat = list(zip(part.tolist(), number.tolist(), sent.tolist(), strict=True))
+        ends = np.searchsorted(instr, np.arange(len(d.used) + 1)).tolist()
+        return [tuple(flat[a:b]) for a, b in pairwise(ends)]
+
+    def role(self, a: int, b: int) -> tuple[list[InstrTemplate], list[int]]:
+        """Return the templates of a role's instructions a to b, and which each uses."""
+        templates: list[InstrTemplate] = []
+        known: dict[object, int] = {}
+        kinds: dict[int, int] = {}
+        start = self.start = _Trace()
+        traces: dict[int, _Trace] = {}
+        out: list[int] = []
+        transfers: dict[int, int] = {}
+        mbs = self.drafted.mb[a:b].tolist()
+        for template, mb, dying in zip(self.drafted.used[a:b], mbs, self.dying[a:b], strict=True):
+            if template.stream != COMPUTE:
+                number = transfers.get(id(template))
+                if number is None:
+                    number = transfers[id(template)] = len(templates)
+                    kind = kinds.setdefault(id(template), len(kinds))
+                    templates.append(_with_frees(template, kind, {}, ()))
+                out.append(number)
+                continue
+            if mb < 0 or template.aheads != (0,):
+                out.append(self._joining(template, mb, dying, traces, known, kinds, templates))
+                continue
+            before = traces.get(mb, start)
+            trace = traces[mb] = before.then.get((id(template), 0)) or before.after(template, 0)
+            number = trace.known.get(dying)
+            if number is None:
+                number = trace.known[dying] = len(templates)
+                kind = kinds.setdefault(id(template), len(kinds))
+                templates.append(_with_frees(template, kind, {0: trace}, dying))
+            out.append(number)
+        return _shared(templates, out)
+
+    def _joining(
+        self,
+        template: _Template,
+        mb: int,
+        dying: Dying,
+        traces: dict[int, _Trace],
+        known: dict[object, int],
+        kinds: dict[int, int],
+        templates: list[InstrTemplate],
+    ) -> int:
+        """Return the number of a template that computes and joins microbatches, or is of none."""
+        found: list[_Trace] = []
+        for n in template.aheads if mb >= 0 else ():
+            trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
+            found.append(trace)
+        key = id(template), dying, *map(id, found)
+        number = known.get(key)
+        if number is None:
+            number = known[key] = len(templates)
+            kind = kinds.setdefault(id(template), len(kinds))
+            templates.append(_with_frees(template, kind, dict(zip(template.aheads, found, strict=False)), dying))
+        return number
+
+
+def _node_of(one: _Like) -> tuple[int, HeldValues]:
+    return one if isinstance(one, tuple) else (one, ())
+
+
+def _ahead(made: Made, n: int) -> Made:
+    """Return a part moved by n microbatches."""
+    if not n:
+        return made
+    part = made.part
+    reads, writes, *others = [
+        tuple([v + n for v in vs]) for vs in (part.reads, part.writes, made.reads, made.writes, made.inside)
+    ]
+    return Made(replace(part, reads=reads, writes=writes, ahead=n), *others)
+
+
+def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
+    """Return an instruction whose parts free the sent ones of the dying values first, then the others by first use."""
+    parts = []
+    for k, made in enumerate(template.made):
+        part = made.part
+        sent = [v for number, v, is_sent in dying if number == k and is_sent]
+        others = [*made.inside, *[v for number, v, is_sent in dying if number == k and not is_sent]]
+        if made.inside:
+            order, ahead = traces[part.ahead].order, part.ahead
+            others.sort(key=lambda v: order[v - ahead])
+        if sent or others:  # `replace` of dataclasses takes four times as long
+            frees = (*sent, *others)
+            part = PartTemplate(part.node, part.tail, part.op, part.reads, part.writes, frees, part.ahead, part.held)
+        parts.append(part)
+    return InstrTemplate(template.stream, tuple(parts), template.given, kind)
+
+
+def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[InstrTemplate], list[int]]:
+    """Return the distinct templates, and which of them each instruction uses."""
+    numbers: dict[InstrTemplate, int] = {}
+    number = [numbers.setdefault(t, len(numbers)) for t in templates]
+    return list(numbers), [number[k] for k in used]
+
+
+def _within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int, ...]]:
+    """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
+    first, end = np.searchsorted(instrs, (a, b)).tolist()
+    out: dict[int, tuple[int, ...]] = {}
+    for i, one in zip((instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True):
+        out[i] = out[i] + one if i in out else one
+    return out

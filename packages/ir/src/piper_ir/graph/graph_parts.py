@@ -1,0 +1,227 @@
+"""Define the elements of a Graph: values, nodes, and the records that directives add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from piper_ir.ground.node_ids import named
+from piper_ir.ground.shards import UNSHARDED, Shards
+from piper_ir.ground.sizes import TensorSpec
+from piper_ir.plan.plan import Category
+from piper_ir.program.ops import Op
+
+Coord = int | str
+
+
+Mbs = range | tuple[int, ...]
+"""The type of ascending microbatches: a range where they are evenly spaced."""
+
+At = tuple[str, int]
+"""The id of a node or value, and one of its microbatches; -1 for what belongs to the whole step."""
+
+
+def mbs_of(numbers: Iterable[int]) -> Mbs:
+    """Return microbatches in their normal form, so that equal ones compare equal."""
+    if isinstance(numbers, range) and numbers.step > 0:
+        return numbers
+    found = sorted(set(numbers))
+    if len(found) < 2:
+        return range(found[0], found[0] + 1) if found else range(0)
+    evenly = range(found[0], found[-1] + 1, found[1] - found[0])
+    return evenly if len(evenly) == len(found) and found == list(evenly) else tuple(found)
+
+
+def common(a: Mbs | None, b: Mbs | None) -> Mbs | None:
+    """Return the microbatches that two nodes share; None when one node belongs to the whole step."""
+    if a is None or b is None:
+        return None
+    if a is b or a == b:
+        return a
+    if isinstance(a, range) and isinstance(b, range) and a.step == b.step == 1:
+        return range(max(a.start, b.start), max(a.start, b.start, min(a.stop, b.stop)))
+    few, many = (a, b) if len(a) < len(b) else (b, a)
+    known = many if isinstance(many, range) else frozenset(many)
+    return mbs_of([mb for mb in few if mb in known])
+
+
+def without(a: Mbs, b: Mbs) -> Mbs:
+    """Return the microbatches of a that are not in b."""
+    known = b if isinstance(b, range) else frozenset(b)
+    return mbs_of([mb for mb in a if mb not in known])
+
+
+@dataclass(frozen=True, slots=True)
+class GraphValue:
+    """Describe a value of the graph.
+
+    Attributes:
+        spec: its size, affine in rows.
+        category: the kind of memory that it will take.
+        tail: see `named`; for a copy on another role "#" and the role.
+    """
+
+    spec: TensorSpec
+    category: Category
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Say what is done in each of the microbatches `mbs`.
+
+    Attributes:
+        id: its name without a microbatch.
+        coords: region coordinates, `phase` and `op`.
+        reads: values of the same microbatch; a node of the whole step reads a value in all microbatches in which its
+            role has it. For a Compute node they follow the value ports of the step in order (`ports.py` of the
+            compiler).
+        writes: values of the same microbatch.
+        role: where it runs; "" means not placed.
+        mbs: its microbatches; None: once in the step, or the batch is not split.
+        tail: see `named`.
+        made: a number that grows with each new node; the nodes of a graph stand in this order.
+    """
+
+    id: str
+    op: Op
+    coords: Mapping[str, Coord]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    role: str = ""
+    stream: str = "compute"
+    mbs: Mbs | None = field(default=None, metadata={"json": False})  # written by `piper_ir.graph.graph_json`
+    tail: str = ""
+    made: int = field(default=-1, compare=False, metadata={"json": False})
+
+    @property
+    def mb(self) -> int:
+        """Return the microbatch of a node that stands for one, -1 for nodes of the whole step."""
+        if self.mbs is not None:
+            (single,) = self.mbs
+            return single
+        mb = self.coords.get("mb", -1)
+        assert isinstance(mb, int)
+        return mb
+
+    @property
+    def each(self) -> Mbs:
+        """Return the microbatches one by one; -1 for the whole step."""
+        return (-1,) if self.mbs is None else self.mbs
+
+    def name(self, mb: int) -> str:
+        """Return the node's name in one of its microbatches."""
+        return named(self.id, self.tail, mb)
+
+    def like(self, other: Node) -> bool:
+        """Return whether the two differ in their microbatches only."""
+        return (
+            self.made == other.made
+            and (self.role, self.stream, self.reads, self.writes) == (other.role, other.stream, other.reads, other.writes)
+            and self.op == other.op
+            and self.coords == other.coords
+        )
+
+
+def in_mbs(node: Node, mbs: Mbs | None) -> Node:
+    """Return the node restricted to some of its microbatches."""
+    if mbs is node.mbs:
+        return node
+    return Node(node.id, node.op, node.coords, node.reads, node.writes, node.role, node.stream, mbs, node.tail, node.made)
+
+
+def joined_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
+    out: list[Node] = []
+    for node in nodes:
+        for k, other in enumerate(out):
+            if node.mbs is not None and other.mbs is not None and node.like(other):
+                out[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
+                break
+        else:
+            out.append(node)
+    return tuple(out)
+
+
+def on_role(node: Node, role: str) -> Node:
+    """Return the node placed on a role."""
+    return Node(node.id, node.op, node.coords, node.reads, node.writes, role, node.stream, node.mbs, node.tail, node.made)
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """Say how the parameters of a chunk are replicated.
+
+    Attributes:
+        over: mesh axes.
+        bucket_bytes: size of a bucket in bytes of gradient.
+        stream: that of the reductions; "" means one of their own.
+        applied: index in the log of the directive.
+        shard: the axes along which ranks share states.
+        gather: the stream of gathers; "" means one of their own.
+        resident_bytes: the most bytes of gathered parameters that a role keeps for later uses; None: all, for the step.
+        reduced_bytes: likewise of gradients that are not scattered yet.
+        prefetch: how many uses of gathered parameters ahead a gather is issued.
+    """
+
+    over: tuple[str, ...]
+    bucket_bytes: int
+    stream: str
+    applied: int
+    shard: Shards = UNSHARDED
+    gather: str = ""
+    resident_bytes: int | None = 0
+    reduced_bytes: int | None = 0
+    prefetch: int = 1
+
+    @property
+    def together(self) -> tuple[object, ...]:
+        """Return what chunks that share a parameter must agree on."""
+        return self.over, self.bucket_bytes, self.stream, self.shard, self.gather
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeExchange:
+    """Say how the devices along an axis exchange what passes between chunks: on which stream, and with how many SMs."""
+
+    stream: str
+    sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStreams:
+    """Name the streams for point-to-point messages, chosen where a node was placed; "" means a stream per channel."""
+
+    send: str
+    recv: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Name one directive of the strategy, as text, and where the user wrote it ("file.py:12")."""
+
+    text: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.site})" if self.site else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapGroup:
+    """Hold compute of one device whose members may be interleaved.
+
+    Order edges lead to and from everything that an order puts before and after the group.
+
+    Attributes:
+        members: for each member its nodes along the program, each in one microbatch.
+        applied: index in the log of the order that asked for it.
+    """
+
+    members: tuple[tuple[At, ...], ...]
+    applied: int
+
+    @property
+    def nodes(self) -> tuple[At, ...]:
+        """Return the nodes of all members."""
+        return tuple(at for member in self.members for at in member)

@@ -1,0 +1,44 @@
+"""Say in which dtypes the states of a bucket are."""
+
+from __future__ import annotations
+
+from piper_ir.ground.sizes import ITEM_BYTES
+
+
+class BucketDtypes:
+    """Name the dtypes of a bucket's states: that of the update, and two which are "" where they are the same."""
+
+    __slots__ = ()
+    dtype: str
+    compute: str
+    reduce: str
+
+    @property
+    def compute_dtype(self) -> str:
+        """Return the dtype of its parameters in forward and backward."""
+        return self.compute or self.dtype
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Return the dtype in which its gradients are summed and reduced."""
+        return self.reduce or self.dtype
+
+    @property
+    def mastered(self) -> bool:
+        """Return whether its holders have a master beside the parameters that chunks read."""
+        return self.compute_dtype != self.dtype
+
+    def dtype_of(self, category: str) -> str:
+        """Return the dtype of a state of a category, or of a value that stands for one."""
+        match category:
+            case "param" | "gathered":
+                return self.compute_dtype
+            case "grad" | "reduced":
+                return self.reduce_dtype
+            case _:
+                return self.dtype
+
+    @property
+    def narrowest(self) -> int:
+        """Return the fewest bytes of an element in any of its dtypes."""
+        return min(ITEM_BYTES[dtype] for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))

@@ -1,0 +1,116 @@
+"""Describe the device mesh: its named axes, and which rank sits at which coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from piper_ir.ground.errors import CompileError
+from piper_ir.ground.limits import MOST_RANKS
+
+AXES = ("tp", "cp", "ep", "dp", "rep", "pp")
+"""The names of all axes, fastest-varying first.
+
+Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart. `rep` is for replicas of ranks
+that share states along `dp`.
+"""
+
+
+def whole_axis(name: str) -> str:
+    """Return the axis of which an axis is a part (`Mesh.split`); any other is its own."""
+    whole, dot, number = name.partition(".")
+    return whole if dot and number.isdigit() else name
+
+
+def _speed(axis: str) -> tuple[int, int]:
+    whole = whole_axis(axis)
+    return AXES.index(whole), -int(axis[len(whole) + 1 :] or 0)
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Arrange ranks along named axes: `Mesh(pp=4, dp=2)` has 8 ranks.
+
+    Axes that are not named have size 1. Ranks are counted along the axes in the order of AXES, fastest first.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    def __init__(self, sizes: tuple[tuple[str, int], ...] = (), **axes: int) -> None:
+        given = dict(sizes) | axes
+        for name, size in given.items():
+            if whole_axis(name) not in AXES:
+                raise CompileError(f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}")
+            if type(size) is not int or size < 1:
+                raise CompileError(f"Mesh: axis {name} has size {size!r}; a positive integer is needed")
+        object.__setattr__(self, "sizes", tuple((a, given[a]) for a in sorted(given, key=_speed) if given[a] > 1))
+        if self.world > MOST_RANKS:
+            raise CompileError(f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes")
+
+    def split(self, axis: str, degrees: Sequence[int]) -> Mesh:
+        """Return the same ranks with an axis in several: "tp.0", "tp.1", ..., of which the last varies fastest."""
+        if len(degrees) == 1:
+            return self
+        parts = ((f"{axis}.{k}", degree) for k, degree in enumerate(degrees))
+        return Mesh((*((a, n) for a, n in self.sizes if a != axis), *parts))
+
+    def along(self, axis: str) -> tuple[str, ...]:
+        """Return the axis, or the axes into which it is split, fastest first; "tp.0+tp.1" names some of these."""
+        named = axis.split("+")
+        return tuple(a for a in self.axes if a in named or whole_axis(a) in named)
+
+    def size(self, axis: str) -> int:
+        """Return the number of coordinates along an axis."""
+        return next((n for a, n in self.sizes if a == axis), 1)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes with more than one device, fastest first."""
+        return tuple(a for a, _ in self.sizes)
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return prod(n for _, n in self.sizes)
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """Return the rank at the given coordinates; axes of size 1 may be left out."""
+        rank, stride = 0, 1
+        for axis, size in self.sizes:
+            rank += coords[axis] * stride
+            stride *= size
+        return rank
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank by axis."""
+        coords_by_axis = {}
+        for axis, size in self.sizes:
+            rank, coords_by_axis[axis] = divmod(rank, size)
+        return coords_by_axis
+
+    def degree(self, axes: Iterable[str]) -> int:
+        """Return how many ranks differ along some axes only: the product of the axes' sizes."""
+        return prod(self.size(axis) for axis in axes)
+
+    def index_along(self, axes: Iterable[str], rank: int) -> int:
+        """Return the position of a rank, from 0, among those that differ from it along some axes, in their order."""
+        chosen, coords, index, stride = set(axes), self.coords(rank), 0, 1
+        for axis, size in self.sizes:
+            if axis in chosen:
+                index += coords[axis] * stride
+                stride *= size
+        return index
+
+    def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
+        """Return all ranks, ascending, at which the axes of `fixed` have the given coordinates."""
+        found, stride = [0], 1
+        for axis, size in self.sizes:
+            places = (fixed[axis],) if axis in fixed else range(size)
+            found = [rank + at * stride for at in places for rank in found]
+            stride *= size
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return "Mesh(" + ", ".join(f"{a}={n}" for a, n in reversed(self.sizes)) + ")"

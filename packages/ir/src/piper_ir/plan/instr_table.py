@@ -1,0 +1,378 @@
+"""Keep a role's program as a table of few templates.
+
+For each instruction the table has its template and microbatch. Microbatches are alike, so a program repeats nearly the
+same instructions many times. The table keeps each once, and makes an `Instr` with names when it is asked for. Values
+are numbers: value v of microbatch mb is number `v * count + mb`, one of the whole step `v * count`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar, overload
+
+from piper_ir.ground.node_ids import named
+from piper_ir.ground.sizes import TensorSpec, bind
+from piper_ir.plan.plan import Category, Instr, Part
+from piper_ir.program.ops import COMM, Op
+from piper_ir.tools import no_garbage_collection
+
+T = TypeVar("T")
+_ValuesByInstr = Mapping[int, tuple[int, ...]]
+"""The values by the instruction that frees or makes them."""
+
+
+@dataclass(frozen=True)
+class ValueTable:
+    """Hold the values of a plan, each for all microbatches.
+
+    Attributes:
+        ids: by value, its id.
+        tails: by value, the end of its name after the microbatch.
+        kinds: by value, size and category.
+        whole: by value, whether it belongs to the whole step.
+        count: how many microbatches.
+    """
+
+    ids: tuple[str, ...]
+    tails: tuple[str, ...]
+    kinds: tuple[tuple[TensorSpec, Category], ...]
+    whole: tuple[bool, ...]
+    count: int
+
+    @cached_property
+    def nbytes(self) -> tuple[int, ...]:
+        """Return the bytes of each value in one microbatch."""
+        known: dict[int, int] = {}
+        return tuple([known.get(id(s)) or known.setdefault(id(s), bind(s.nbytes, 0)) for s, _ in self.kinds])
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Return the name of each number."""
+        out: list[str] = []
+        for id, tail, whole in zip(self.ids, self.tails, self.whole, strict=True):
+            out += [id] * self.count if whole else [named(id, tail, mb) for mb in range(self.count)]
+        return out
+
+    @cached_property
+    def known(self) -> dict[str, int]:
+        """Return the numbers of the names that `name` has given."""
+        return {}
+
+    def name(self, number: int) -> str:
+        """Return the name of one number, without making all of them."""
+        if "names" in self.__dict__:
+            return self.names[number]
+        v, mb = divmod(number, self.count)
+        found = self.ids[v] if self.whole[v] else named(self.ids[v], self.tails[v], mb)
+        self.known[found] = number
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("ids", "tails", "kinds", "whole", "count")
+        return {name: self.__dict__[name] for name in kept}
+
+
+@dataclass(frozen=True, slots=True)
+class PartTemplate:
+    """Hold a part in any microbatch: `Part` with numbers of values in place of names.
+
+    The numbers are those of an instruction in microbatch 0; that of a value of the whole step is the same in all
+    microbatches. `ahead` is the part's microbatch relative to the
+    instruction's, for an instruction that joins several.
+    """
+
+    node: str
+    tail: str
+    op: Op
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+    ahead: int = 0
+    held: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InstrTemplate:
+    """Hold an instruction in any microbatch, without its waits and the values that it frees or makes for communication.
+
+    Those differ between microbatches. `kind` is the same for templates of a role that differ in their frees only.
+    """
+
+    stream: str
+    parts: tuple[PartTemplate, ...]
+    seconds: float | None = None
+    kind: int = 0
+
+    @property
+    def channel(self) -> str:
+        """Return the channel that it uses; "" for compute."""
+        op = self.parts[0].op
+        return op.channel if isinstance(op, COMM) else ""
+
+
+class InstrTable(Sequence[Instr]):
+    """Hold the program of a role.
+
+    Instruction i is template `used[i]` in microbatch `mbs[i]` (-1: of the whole step). It waits for the instructions
+    `waits[i]`, frees `early[i]` before it runs and makes `made[i]` afterwards. The values `first` are there from the
+    start.
+    """
+
+    def __init__(
+        self,
+        values: ValueTable,
+        templates: Sequence[InstrTemplate],
+        used: Sequence[int],
+        mbs: Sequence[int],
+        waits: Sequence[tuple[int, ...]],
+        early: _ValuesByInstr,
+        made: _ValuesByInstr,
+        first: tuple[int, ...] = (),
+    ) -> None:
+        self.values, self.templates, self.used, self.mbs = values, templates, used, mbs
+        self.waits, self.early, self.made, self.first = waits, early, made, first
+        self._instrs: list[Instr | None] = [None] * len(used)
+
+    def __len__(self) -> int:
+        return len(self.used)
+
+    @overload
+    def __getitem__(self, i: int) -> Instr: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Instr, ...]: ...
+    def __getitem__(self, i: int | slice) -> Instr | tuple[Instr, ...]:
+        if "all" in self.__dict__:
+            return self.all[i]
+        if isinstance(i, slice):
+            return tuple([self[k] for k in range(*i.indices(len(self)))])
+        found = self._instrs[i]
+        if found is None:
+            found = self._instrs[i] = self._instr(i % len(self), self.values.name)
+        return found
+
+    def __iter__(self) -> Iterator[Instr]:
+        return iter(self.all)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | InstrTable):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # as a list: roles are not hashed
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    @cached_property
+    def all(self) -> tuple[Instr, ...]:
+        """Return every instruction."""
+        with no_garbage_collection():  # they are many, and in no cycle
+            name = self.values.names.__getitem__
+            waits = [t.stream for t in self.templates]
+            places = [(waits[k], n) for k, n in zip(self.used, self._places, strict=True)]
+            return tuple([made or self._instr(i, name, places) for i, made in enumerate(self._instrs)])
+
+    @property
+    def streams(self) -> list[str]:
+        """Return the stream of each instruction."""
+        names = [t.stream for t in self.templates]
+        return [names[k] for k in self.used]
+
+    @property
+    def channels(self) -> list[str]:
+        """Return the channel that each instruction uses; "" for compute."""
+        names = [t.channel for t in self.templates]
+        return [names[k] for k in self.used]
+
+    def each(self, fact: Callable[[Instr], T]) -> list[T]:
+        """Return a fact about each instruction, computed once for those with equal ops on values of equal sizes.
+
+        It is computed from an instruction without waits.
+        """
+        known: dict[int, T] = {}
+        numbers: dict[object, int] = {}
+        by_kind: dict[int, int] = {}
+        for t in self.templates:
+            if t.kind not in by_kind:
+                by_kind[t.kind] = numbers.setdefault(self._work(t), len(numbers))
+        kinds = [by_kind[t.kind] for t in self.templates]
+        used = [kinds[k] for k in self.used]
+        for i, kind in enumerate(used):
+            if kind not in known:
+                known[kind] = fact(self._bare(i, self.values.name))
+        return [known[kind] for kind in used]
+
+    def _work(self, template: InstrTemplate) -> object:
+        """Return what an instruction does, without the names of its values."""
+        sizes, count = self.values.nbytes, self.values.count
+        parts = [
+            (p.op, tuple([sizes[v // count] for v in p.reads]), tuple([sizes[v // count] for v in p.writes]))
+            for p in template.parts
+        ]
+        return template.stream, template.seconds, tuple(parts)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Return for each instruction its count on its stream, itself included."""
+        counts: dict[str, int] = {}
+        out = []
+        for stream in self.streams:
+            counts[stream] = counts.get(stream, 0) + 1
+            out.append(counts[stream])
+        return out
+
+    def _instr(self, i: int, name: Callable[[int], str], places: list[tuple[str, int]] | None = None) -> Instr:
+        """Return instruction i with its waits; `places` holds the stream and the count on it of each instruction."""
+        stream, parts, seconds = self._said(i, name)
+        own = self.waits[i]
+        if not own:
+            waits: tuple[tuple[str, int], ...] = ()
+        elif places is not None:
+            waits = tuple([places[j] for j in own])
+        else:
+            waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in own])
+        early = tuple([name(v) for v in self.early[i]]) if i in self.early else ()
+        made = tuple([name(v) for v in self.made[i]]) if i in self.made else ()
+        return Instr(stream, parts, waits, early, made, seconds)
+
+    def _bare(self, i: int, name: Callable[[int], str]) -> Instr:
+        """Return an instruction with the fields that all instructions of its template share."""
+        stream, parts, seconds = self._said(i, name)
+        return Instr(stream, parts, seconds=seconds)
+
+    def _said(self, i: int, name: Callable[[int], str]) -> tuple[str, tuple[Part, ...], float | None]:
+        """Return the stream, parts and duration that follow from an instruction's template and microbatch."""
+        template, mb = self.templates[self.used[i]], self.mbs[i]
+        shift = mb if mb > 0 else 0
+        parts = []
+        for p in template.parts:
+            own = mb + p.ahead
+            reads, writes, frees = p.reads, p.writes, p.frees
+            parts.append(
+                Part(
+                    named(p.node, p.tail, own),
+                    p.op,
+                    own,
+                    tuple([name(v + shift) for v in reads]) if reads else (),
+                    tuple([name(v + shift) for v in writes]) if writes else (),
+                    tuple([name(v + shift) for v in frees]) if frees else (),
+                    tuple([name(v + shift) for v in p.held]) if p.held else (),
+                )
+            )
+        return template.stream, tuple(parts), template.seconds
+
+    @property
+    def alike(self) -> list[int]:
+        """Return a number for each instruction, equal for those that say the same, each in its own microbatch.
+
+        They have one template, and their values are those of the template in other microbatches. An instruction whose
+        microbatch leads out of what the table has for a value, or that is in none, is alike to none.
+        """
+        room = [self._room(t) for t in self.templates]
+        return [k if 0 <= mb < room[k] else -1 - i for i, (k, mb) in enumerate(zip(self.used, self.mbs, strict=True))]
+
+    def _room(self, template: InstrTemplate) -> int:
+        """Return how many microbatches a template has values for."""
+        count = self.values.count
+        values = [v % count for p in template.parts for v in (*p.reads, *p.writes, *p.frees, *p.held)]
+        return count - max([*values, *[p.ahead for p in template.parts]], default=0)
+
+    def written(self) -> Iterator[int]:
+        """Yield the numbers of the values that are written, in program order."""
+        writes = [[v for p in t.parts for v in p.writes] for t in self.templates]
+        for k, mb in zip(self.used, self.mbs, strict=True):
+            shift = mb if mb > 0 else 0
+            for v in writes[k]:
+                yield v + shift
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle columns by their differences, which are small because columns change evenly."""
+        back = [[i - j for j in waits] for i, waits in enumerate(self.waits)]
+        columns = [self.used, self.mbs, *_flat(back), *self._packed(self.early), *self._packed(self.made)]
+        return _unpacked, (self.values, tuple(self.templates), [_pack(c) for c in columns], self.first)
+
+    def _packed(self, numbers: _ValuesByInstr) -> list[Iterable[int]]:
+        """Return instructions, the number of values of each, the values, and their microbatches (relative)."""
+        count = self.values.count
+        flat = [(v // count, v % count - self.mbs[i]) for i, vs in numbers.items() for v in vs]
+        return [numbers.keys(), [len(vs) for vs in numbers.values()], [v for v, _ in flat], [mb for _, mb in flat]]
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    return [len(x) for x in lists], [n for x in lists for n in x]
+
+
+def _pack(column: Iterable[int]) -> bytes:
+    return zlib.compress(array("i", column).tobytes(), 6)
+
+
+def _unpack(column: bytes) -> list[int]:
+    out = array("i")
+    out.frombytes(zlib.decompress(column))
+    return out.tolist()
+
+
+def _unpacked(
+    values: ValueTable, templates: tuple[InstrTemplate, ...], columns: list[bytes], first: tuple[int, ...]
+) -> InstrTable:
+    used, mbs, many, back, *rest = map(_unpack, columns)
+    waits = [tuple([i - n for n in back[a:b]]) for i, (a, b) in enumerate(pairwise(accumulate(many, initial=0)))]
+    early, made = (_numbers(values.count, mbs, *rest[k : k + 4]) for k in (0, 4))
+    return InstrTable(values, templates, used, mbs, waits, early, made, first)
+
+
+def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], places: list[int], mbs: list[int]) -> _ValuesByInstr:
+    out = {}
+    for i, (a, b) in zip(instrs, pairwise(accumulate(many, initial=0)), strict=True):
+        out[i] = tuple([v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)])
+    return out
+
+
+class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
+    """Map every value of programs that are tables to its size and category, in the order in which they are written."""
+
+    def __init__(self, programs: Sequence[InstrTable]) -> None:
+        self._programs = programs
+
+    def are_of(self, program: object) -> bool:
+        """Return whether this map belongs to a program."""
+        return any(program is mine for mine in self._programs)
+
+    def as_dict(self) -> dict[str, tuple[TensorSpec, Category]]:
+        """Return the map as a new dict, which is large."""
+        out: dict[str, tuple[TensorSpec, Category]] = {}
+        with no_garbage_collection():
+            for program in self._programs:
+                names, kinds, count = program.values.names, program.values.kinds, program.values.count
+                out.update({names[v]: kinds[v // count] for v in program.written()})
+        return out
+
+    @cached_property
+    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
+        return self.as_dict()
+
+    def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
+        values = self._programs[0].values  # which all programs share
+        number = values.known.get(id)
+        return self._all[id] if number is None else values.kinds[number // values.count]
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._all
+
+    def items(self) -> ItemsView[str, tuple[TensorSpec, Category]]:
+        """Return ids with their sizes and categories."""
+        return self._all.items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TableKinds, (self._programs,)

@@ -1,0 +1,105 @@
+"""Count the bytes that the instructions of a plan move: in messages, and in memory for ops without a chunk."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.shards import SharedState
+from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan, State
+from piper_ir.program.ops import Collective, Comm, Fold, Fresh, Recv, Send, SquaredNorm, Update
+
+
+class PlanBytes:
+    """Count the bytes of one plan; sizes that many values share are computed once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._sizes: dict[int, int] = {}
+
+    def memory_bytes(self, role: RolePlan, part: Part) -> int:
+        """Return the bytes of memory that an op other than Compute reads and writes."""
+        nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
+        match part.op:
+            case SquaredNorm(buckets=buckets):
+                return nbytes + sum(self._kept(b) for b in buckets)
+            case Fresh():
+                return nbytes
+            case Fold():  # reads its value and the kept gradients, and writes these
+                return 3 * nbytes
+            case Update(buckets=buckets):
+                return nbytes + sum(self._updated(s) for s in role.states if s.flat and s.name in buckets)
+            case _:
+                return nbytes
+
+    def _updated(self, state: State) -> int:
+        """Return the bytes of a state that an update reads and writes.
+
+        Of what this rank's optimizer works on, parameters and optimizer state are read and written, gradients are read,
+        and the copy of a master is written. All gradients that the rank has are set to zero.
+        """
+        own = own_bytes(self._plan, state)
+        if state.category == "grad":
+            return own + state.nbytes
+        copied = state.category == "param" and self._plan.bucket(state.name).mastered
+        return own * (1 if copied else 2)
+
+    def _kept(self, bucket: str) -> int:
+        """Return the bytes of the gradients of a bucket that the optimizer of a rank sees."""
+        kept = self._plan.bucket(bucket)
+        return bucket_bytes(kept) // self._plan.mesh.degree(kept.shard.optim)
+
+    def message_bytes(self, op: Comm, part: Part) -> int:
+        """Return the bytes of a communication's message: of the sent value, or of the whole tensor of a collective."""
+        match op:
+            case Collective(bucket=bucket) if bucket:
+                return state_message_bytes(self._plan.bucket(bucket), op, self._plan.mesh)
+            case Send():
+                message = part.reads
+            case Recv():
+                message = part.writes
+            case Collective():
+                message = part.reads if op.law.reads == "whole" else part.writes
+            case _:
+                assert_never(op)
+        return sum(map(self.nbytes, message))
+
+    def nbytes(self, value: str) -> int:
+        """Return the bytes of a value."""
+        spec = self._plan.values[value].spec
+        if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
+            self._sizes[id(spec)] = bind(spec.nbytes, 0)
+        return self._sizes[id(spec)]
+
+
+def own_bytes(plan: Plan, state: State) -> int:
+    """Return the bytes of a bucket's state that the optimizer of a rank works on: all of it, or the rank's part."""
+    shard = plan.bucket(state.name).shard
+    match state.category:
+        case "param" | "master" | "grad":
+            return state.nbytes * plan.mesh.degree(shard.of(state.category)) // plan.mesh.degree(shard.optim)
+        case _:
+            return state.nbytes
+
+
+def bucket_bytes(bucket: Bucket) -> int:
+    """Return the bytes of a bucket's gradients."""
+    return bucket.numel * ITEM_BYTES[bucket.reduce_dtype]
+
+
+def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, int]:
+    """Return the bytes of a bucket's states by category, without those of the optimizer.
+
+    With a mesh they are those of one rank, which may share them with others.
+    """
+    kinds: tuple[SharedState, ...] = ("param", "master", "grad") if bucket.mastered else ("param", "grad")
+    parts = {kind: mesh.degree(bucket.shard.of(kind)) if mesh else 1 for kind in kinds}
+    return {kind: bucket.numel * ITEM_BYTES[bucket.dtype_of(kind)] // parts[kind] for kind in kinds}
+
+
+def state_message_bytes(bucket: Bucket, op: Collective, mesh: Mesh) -> int:
+    """Return the bytes of the whole tensor of a collective on a bucket's state."""
+    kept = mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1  # it is among those that keep the same part
+    item = ITEM_BYTES[bucket.compute_dtype if op.law.state == "param" else bucket.reduce_dtype]
+    return bucket.numel * item // kept

@@ -1,0 +1,149 @@
+"""Say how tensors lie on the devices of an axis that share the work of a chunk.
+
+The shapes in a program are those of one device. Along each axis a tensor is a part of the whole one (`DimPart`), or
+a term of a sum, or equal on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import Where
+from piper_ir.ground.sizes import Dim, bind
+
+
+@dataclass(frozen=True, slots=True)
+class DimPart:
+    """Say that a device has a part of a tensor along an axis.
+
+    The dimension is [outer, n, rest] over all n devices of the axis, and the device at place k has [outer, k, rest]. So
+    outer is 1 where the parts are blocks one behind the other, and 3 for the heads of a weight that makes queries, keys
+    and values at once.
+
+    Attributes:
+        axis: the mesh axis.
+        dim: the dimension of the tensor.
+        outer: steps of what stands outside in that dimension.
+    """
+
+    axis: str
+    dim: int
+    outer: int = 1
+
+
+EXPERTS = "experts"
+"""The name of the index of a mixture's experts, and of the coordinate of the regions that compute them."""
+SHARED = "shared"
+"""The coordinate of the chunks that devices share, where the others are computed whole by each."""
+ROWS = "rows"
+"""The stream of an axis whose devices each have rows of their own, and trade them for those of their experts."""
+EXPERTS_SHARED = 'shard(where(experts=ANY), over="ep", index="experts", stream="rows")'
+"""The directive by which devices share experts, as a user writes it."""
+BOUND = 1.25
+"""The places that a device of a dropless mixture has for rows of another one, over their mean."""
+OVERFLOWS = ("rounds", "error", "drop")
+"""The names of what becomes of more rows than that; the first is the default."""
+
+Layout = tuple[DimPart, ...]
+"""The way in which a tensor is taken apart: each entry applies to what the ones before it have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Ask that the devices of an axis share the work of a model.
+
+    Attributes:
+        over: the mesh axis.
+        degree: the number of its devices.
+        index: names of the indexes that they share; all that can be shared where none is named.
+        stream: "tokens" where they also share what passes from layer to layer, along its tokens; "rows" where each has
+            rows of its own and the selected chunks are of experts, of which each has some; else "".
+        keep: whether what the forward gathers is kept for the backward, and not gathered again.
+        split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
+        context: whether they share the tokens of all ops (context parallelism).
+        attention: how they compute attention then, which needs the keys of all tokens: "heads", "ring" or "gather".
+        order: which tokens a device has then: "blocks", or the two of "zigzag", r and 2 n - 1 - r of 2 n blocks; ""
+            before it is chosen.
+        selection: the chunks that they share; all where it is None.
+        bound: of dropless mixtures, the places for rows of another device over the mean of these.
+        overflow: what becomes of more rows: "rounds", "error" or "drop".
+        cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
+    """
+
+    over: str
+    degree: int
+    index: tuple[str, ...] = ()
+    stream: str = ""
+    keep: bool = False
+    split: tuple[int, ...] = ()
+    context: bool = False
+    attention: str = field(default="heads", repr=False)
+    order: str = field(default="", repr=False)
+    selection: Where | None = field(default=None, repr=False)
+    bound: float = field(default=BOUND, repr=False)
+    overflow: str = field(default=OVERFLOWS[0], repr=False)
+    cut: bool = field(default=False, repr=False)
+
+    @property
+    def way(self) -> str:
+        """Return how attention is computed, and of which tokens, as a text; "" for heads and blocks."""
+        order = self.order if self.order == "zigzag" else ""
+        return f"{self.attention} {order}".strip() if order or self.attention != "heads" else ""
+
+    @property
+    def experts(self) -> bool:
+        """Return whether they share experts, and rows everywhere else."""
+        return self.stream == ROWS
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Return the axis, or those into which it is split, with their sizes."""
+        if len(self.split) < 2:
+            return ((self.over, self.degree),)
+        return tuple((f"{self.over}.{k}", degree) for k, degree in enumerate(self.split))
+
+
+@dataclass(frozen=True, slots=True)
+class StepCollective:
+    """Describe a collective that the devices of an axis run inside of a step.
+
+    Attributes:
+        kind: a kind of `piper_ir.program.collectives`.
+        axis: the mesh axis.
+        nbytes: the bytes of the whole tensor, as `piper_ir.program.collectives` counts a message; 0 where only a run
+            knows whether there is one.
+        why: the op that asks for it, with the user's line where it is known.
+        mean_nbytes: of rows that tokens choose experts for, the bytes of as many as a device has on average; `nbytes`
+            are those of all places for them. 0 for any other collective. With `nbytes` 0 it is one of each further
+            round of experts: of the rows for which there was no place.
+    """
+
+    kind: str
+    axis: str
+    nbytes: Dim
+    why: str = ""
+    mean_nbytes: Dim = 0
+
+    @property
+    def further(self) -> bool:
+        """Return whether it runs once in each further round of experts; a plan knows not how many there are."""
+        return self.mean_nbytes != 0 and self.nbytes == 0
+
+    def bind(self, rows: int) -> StepCollective:
+        """Return the collective at a number of rows."""
+        return StepCollective(self.kind, self.axis, bind(self.nbytes, rows), self.why, bind(self.mean_nbytes, rows))
+
+
+def whole_shape(shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]) -> tuple[Dim, ...]:
+    """Return the shape of a tensor over all devices, given that of one device's part."""
+    sizes = list(shape)
+    for part in layout:
+        sizes[part.dim] = sizes[part.dim] * degrees[part.axis]
+    return tuple(sizes)
+
+
+def places(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[DimPart, int, int], ...]:
+    """Return the entries of a layout, each with the number of devices and the rank's place among them."""
+    return tuple((part, mesh.size(part.axis), mesh.index_along((part.axis,), rank)) for part in layout)

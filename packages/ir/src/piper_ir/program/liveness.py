@@ -1,0 +1,80 @@
+"""Describe the memory that a step's code holds beyond its inputs while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piper_ir.ground.errors import PlanError
+from piper_ir.ground.sizes import Dim, bind
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Say how much memory is held while one op runs whose kernel allocates memory of its own on a CUDA device.
+
+    That is `held` + min(`own`, `most`) bytes: what a kernel makes in slices does not grow beyond a slice.
+
+    Attributes:
+        held: bytes that the step's code holds while the op runs.
+        own: bytes of the kernel's own memory without slices.
+        most: bytes of a slice.
+    """
+
+    held: Dim
+    own: Dim = 0
+    most: int = 0
+
+    def bytes(self, rows: int) -> int:
+        """Return the bytes at a number of rows."""
+        return bind(self.held, rows) + min(bind(self.own, rows), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Say how many bytes a step's code holds beyond its inputs while it runs: temporaries plus the outputs made so far.
+
+    An input that dies in this step is freed right after its last use, so segment i runs without those of consumed[:i]
+    that die.
+
+    Attributes:
+        consumed: indexes into Signature.reads in the order of their last use.
+        segments: segments[i] covers the code up to and including the last use of consumed[i], the final one the rest.
+            It holds the sizes whose maximum is the most bytes held there (several, since a maximum of affine functions
+            is not affine).
+        inside: the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty where no
+            kernel does.
+    """
+
+    consumed: tuple[int, ...] = ()
+    segments: tuple[tuple[Dim, ...], ...] = ((),)
+    inside: tuple[tuple[Inside, ...], ...] = ()
+
+    def bind(self, rows: int) -> Liveness:
+        """Return the bytes at a number of rows."""
+        segments = tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments)
+        inside = tuple((Inside(max(i.bytes(rows) for i in s)),) if s else () for s in self.inside)
+        return Liveness(self.consumed, segments, inside)
+
+    def peak(self, dying: Mapping[int, int], device: str = "") -> int:
+        """Return the most bytes above those held before the step; sizes must be bound.
+
+        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts what
+        kernels hold inside there, too. Raises PlanError where entries are missing, as in a file that was edited.
+        """
+        if len(self.segments) != len(self.consumed) + 1 or len(self.inside) not in (0, len(self.segments)):
+            raise PlanError(
+                f"a step's liveness has {len(self.segments)} segments and {len(self.inside)} entries of inside, and "
+                f"{len(self.consumed)} inputs consumed; one segment more than these is needed, and inside for each or for none. "
+                "Compile the plan again, or restore its file"
+            )
+        freed = 0
+        peak = 0
+        for i, segment in enumerate(self.segments):
+            most_held = max([bind(d, 0) for d in segment], default=0)
+            if device == "cuda" and self.inside:
+                most_held = max((most_held, *(k.bytes(0) for k in self.inside[i])))
+            peak = max(peak, most_held - freed)
+            if i < len(self.consumed):
+                freed += dying.get(self.consumed[i], 0)
+        return peak

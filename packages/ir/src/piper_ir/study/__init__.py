@@ -1,0 +1,4 @@
+"""Describe the result of a search.
+
+May import: ground, tools.
+"""

@@ -1,0 +1,90 @@
+"""Fold the candidates of a study that are as good as equal, and find the parameters that make no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from piper_ir.study.study import Row, objective_of
+
+EQUAL = 1e-3
+"""The part by which what is minimised or the memory of candidates may differ that count as equal."""
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """Hold the best of some candidates, and the others that are equal to it but for `EQUAL`, best first."""
+
+    best: Row
+    others: tuple[Row, ...] = ()
+
+    @property
+    def differs(self) -> Mapping[str, tuple[Any, ...]]:
+        """Return the values by parameter in which they differ, those of the best first."""
+        rows = (self.best, *self.others)
+        names = dict.fromkeys(name for row in rows for name in row.params)
+        values = {name: tuple(dict.fromkeys(row.params[name] for row in rows if name in row.params)) for name in names}
+        absent = {name for name in names if any(name not in row.params for row in rows)}
+        return {name: found for name, found in values.items() if len(found) > 1 or name in absent}
+
+
+def folded(rows: Sequence[Row]) -> list[FoldedRows]:
+    """Return complete rows, best first, each folded into a better one that is equal in what is minimised and in memory.
+
+    A row that was measured is folded into none, since its error is a fact of its own; nor is one of another predictor.
+    """
+    out: list[FoldedRows] = []
+    for row in rows:
+        k = next((k for k, group in enumerate(out) if _equal(group.best, row)), None)
+        if k is None:
+            out.append(FoldedRows(row))
+        else:
+            out[k] = FoldedRows(out[k].best, (*out[k].others, row))
+    return out
+
+
+def _equal(a: Row, b: Row) -> bool:
+    comparable = a.source == b.source and b.measured_period_s is None and a.measured_period_s is None
+    return comparable and _same(a, b)
+
+
+def _same(a: Row, b: Row) -> bool:
+    return _near(objective_of(a), objective_of(b)) and _near(a.device_bytes, b.device_bytes)
+
+
+def _near(a: float | None, b: float | None) -> bool:
+    return a == b if a is None or b is None else abs(a - b) <= EQUAL * max(abs(a), abs(b))
+
+
+def indifferent(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the parameters that make no difference, with the pairs of candidates that show it.
+
+    A pair differs in the parameter alone. All pairs of a parameter must be equal in what is minimised and in memory.
+    """
+    pairs: dict[str, list[bool]] = {}
+    complete = [row for row in rows if row.state == "complete" and row.period_s is not None]
+    for a, b in combinations(complete, 2):
+        if a.source == b.source and a.params.keys() == b.params.keys():
+            names = [name for name, value in a.params.items() if value != b.params[name]]
+            if len(names) == 1:
+                pairs.setdefault(names[0], []).append(_same(a, b))
+    return {name: len(found) for name, found in pairs.items() if all(found)}
+
+
+def indifferent_text(rows: Sequence[Row]) -> str:
+    """Return one line about the parameters that make no difference; "" where all do, or nobody knows."""
+    found = [f"{name} ({count} pair{'s' if count > 1 else ''})" for name, count in indifferent(rows).items()]
+    return f"make no difference of {EQUAL:.1%} or more: {', '.join(found)}" if found else ""
+
+
+def folded_text(group: FoldedRows) -> str:
+    """Return what stands for the others of a group: "and 3 equal ones with bucket_mb=50, 100"; "" without any."""
+    if not group.others:
+        return ""
+    own = group.best.params
+    values = (
+        f"{name}={', '.join(str(v) for v in found if name not in own or v != own[name])}" for name, found in group.differs.items()
+    )
+    return f"and {len(group.others)} equal to {EQUAL:.1%} with " + "; ".join(values)

@@ -1,0 +1,150 @@
+"""Define the ops between the blocks of an attention whose tokens several devices share (context parallelism).
+
+Each of n devices has the queries of its tokens, and meets the keys of one other device in each of n - 1 steps: in step
+j the device at `place` meets those of the device at (place - j) mod n. In step 0 it meets its own.
+
+Causal queries of the first device would meet few keys and those of the last one all, if each device had one block of
+tokens ("blocks"). In the order "zigzag" the sequence has 2 n blocks, and device r has the blocks r and 2 n - 1 - r.
+Then in each step from 1 on exactly two of the four pairs of blocks are met, and each of them whole: where the keys come
+from a device before, both blocks of queries meet its first block of keys, else the second block of queries meets both.
+So all devices run the same attention of two stacked pairs, and only the choice of blocks depends on the place. An empty
+order says that queries meet all keys.
+
+The ops take tensors [batch, tokens, ...], with the tokens in dimension `dim`. `degree` is the number of devices whose
+tokens a tensor has, in the order of the sequence: 1 for those of one device alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from piper_ops.ground.library import LIBRARY, contiguous_empty, define
+
+ZIGZAG, BLOCKS, ALL = "zigzag", "blocks", ""
+"""The orders in which devices have the tokens of causal queries, and that of queries which meet all keys."""
+
+
+def chosen(place: int, step: int, keys: bool) -> tuple[int, int]:
+    """Return which of the two blocks of a device take part in the two pairs of a step."""
+    first = 0 if place >= step else 1
+    return (0, first) if keys else (first, 1)
+
+
+def in_sequence(block: int, place: int, step: int, degree: int) -> int:
+    """Return which block of a tensor of 2 * `degree` blocks is block 0 or 1 of the device that a step meets."""
+    source = (place - step) % degree
+    return source if block == 0 else 2 * degree - 1 - source
+
+
+def _split(tensor: Tensor, dim: int, count: int) -> Tensor:
+    shape = tensor.shape
+    return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+
+
+def _blocks_of(tensor: Tensor, dim: int, place: int, step: int, keys: bool, degree: int) -> tuple[Tensor, Tensor]:
+    """Return the two blocks of a tensor that take part in a step, as views."""
+    split = _split(tensor, dim, 2 * degree)
+    pair = chosen(place, step, keys) if step else (0, 1)
+    first, second = (split.select(dim, in_sequence(block, place, step, degree)) for block in pair)
+    return first, second
+
+
+def _take_fake(x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] // degree
+    if order == ZIGZAG and step:
+        shape[0], shape[dim] = shape[0] * 2, shape[dim] // 2
+    return contiguous_empty(x, shape)
+
+
+def _take_kernel(x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+    if order != ZIGZAG:
+        return _split(x, dim, degree).select(dim, (place - step) % degree).clone(memory_format=torch.contiguous_format)
+    pair = _blocks_of(x, dim, place, step, keys, degree)
+    return torch.stack(pair, 1).flatten(0, 1) if step else torch.cat(pair, dim)
+
+
+def _add_fake(total: Tensor, more: Tensor, *_: object) -> Tensor:
+    return contiguous_empty(total, total.shape)
+
+
+def _add_kernel(total: Tensor, more: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+    return _add_into(total.clone(memory_format=torch.contiguous_format), more, dim, place, step, order, keys, degree)
+
+
+def _add_into(total: Tensor, more: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+    if order == ZIGZAG:
+        parts = more.unflatten(0, (-1, 2)).unbind(1) if step else more.chunk(2, dim)
+        for part, into in zip(parts, _blocks_of(total, dim, place, step, keys, degree), strict=True):
+            into.add_(part)
+    elif counts(place, step, order):
+        _split(total, dim, degree).select(dim, (place - step) % degree).add_(more)
+    return total
+
+
+def counts(place: int, step: int, order: str) -> bool:
+    """Return whether a device's queries meet the keys of a step at all; in zigzag order some always do."""
+    return order != BLOCKS or place >= step
+
+
+def _merge_fake(
+    out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor, place: int, step: int, order: str, last: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = more.dtype if last else logsumexp.dtype
+    return contiguous_empty(out, out.shape, dtype), contiguous_empty(logsumexp, logsumexp.shape)
+
+
+def _merge_kernel(
+    out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor, place: int, step: int, order: str, last: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what queries get from the keys of both, and the logsumexp over both."""
+    total = out.to(logsumexp.dtype, copy=True, memory_format=torch.contiguous_format)
+    both = logsumexp.clone(memory_format=torch.contiguous_format)
+    if order == ZIGZAG:
+        outs, logsumexps = more.unflatten(0, (-1, 2)).unbind(1), more_logsumexp.unflatten(0, (-1, 2)).unbind(1)
+        for block, part, lse in zip(chosen(place, step, keys=False), outs, logsumexps, strict=True):
+            _merge_into(_split(total, 1, 2).select(1, block), _split(both, 2, 2).select(2, block), part, lse)
+    elif counts(place, step, order):
+        _merge_into(total, both, more, more_logsumexp)
+    return total.to(more.dtype) if last else total, both
+
+
+def _merge_into(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor) -> None:
+    """Weigh two results by how much of the sum of powers each has (Milakov and Gimelshein, arXiv 1805.02867)."""
+    both = torch.logaddexp(logsumexp, more_logsumexp)
+    logsumexp.copy_(both)
+    weight = torch.sub(more_logsumexp, both, out=both).exp_().transpose(1, 2).unsqueeze(-1)
+    out.lerp_(more.to(out.dtype), weight)
+
+
+_STEP = "int dim, int place, int step, str order, bool keys, int degree"
+
+context_take = define("context_take", f"(Tensor x, {_STEP}) -> Tensor", _take_fake, _take_kernel)
+"""An op that returns the tokens that take part in a step: of queries and what lies as these do, or of keys.
+
+In zigzag order these are two blocks, stacked in the batch, but for step 0, which has all tokens of the device.
+"""
+
+context_add = define("context_add", f"(Tensor total, Tensor more, {_STEP}) -> Tensor", _add_fake, _add_kernel)
+"""An op that returns `total` with `more` added to the tokens that `context_take` has taken."""
+
+LIBRARY.define(f"context_add_(Tensor(a!) total, Tensor more, {_STEP}) -> Tensor(a!)")
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("context_add_", _add_into, _key)
+context_add_ = torch.ops.piper.context_add_.default
+"""The same, into its argument; steps get it where nothing needs that any more."""
+
+context_merge = define(
+    "context_merge",
+    "(Tensor out, Tensor logsumexp, Tensor more, Tensor more_logsumexp, int place, int step, str order, bool last) "
+    "-> (Tensor, Tensor)",
+    _merge_fake,
+    _merge_kernel,
+)
+"""An op that returns the result of attention over the keys of before and those of a step.
+
+The result is in float32 or wider, but for the last step, where it has the dtype of `more`. The op takes out
+[batch, tokens, heads, head_dim] and logsumexp [batch, heads, tokens], as `attention` returns them, and `more` of the
+stacked pairs.
+"""

@@ -1,0 +1,189 @@
+"""Hold the kernels behind piper::attention and piper::attention_dgrad, one pair per lowering.
+
+Here tensors are [batch, heads, T, head_dim] as aten takes them, with the last dimension contiguous; a mask is additive,
+of 2 or 4 dimensions. Pairs return (out, logsumexp [batch, heads, T_q]) and (grad_q, grad_k, grad_v), in whatever layout
+the kernel has. The CUDA pairs were run on an H200 (packages/ops/tests/test_ops_on_cuda.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from piper_ops.attention.lowering import LoweringName
+from piper_ops.ground.library import HALF, accumulate_dtype
+
+aten = torch.ops.aten
+_cpu_flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+_cpu_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+LSE_ALIGNMENT = 32
+"""The multiple at which the efficient kernel stores rows of its logsumexp (kAlignLSE in aten's mem_eff_attention)."""
+BIAS_ALIGNMENT = 16
+"""The multiple at which rows of the efficient kernel's bias start (pad_bias in aten's attention.cpp)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Hold the options of an attention call beside its tensors.
+
+    Attributes:
+        mask: an additive mask, see the module.
+        is_causal: whether query i attends to keys 0..i only.
+        scale: the factor of q k^T.
+    """
+
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+
+
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+ForwardKernel = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Pair]
+BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions], Triple]
+
+
+def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+    """Run torch's flash attention for CPU: any float dtype, with or without a mask."""
+    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale)
+    return out, lse
+
+
+def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+    """Run the backward of `cpu_flash`."""
+    mask = cpu_mask(o.mask, q)
+    grads: Triple = _cpu_flash_backward(grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale)
+    return grads
+
+
+def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return an additive mask of q's dtype, or a float32 one beside half precision."""
+    if mask is None or mask.dtype == q.dtype or (mask.dtype == torch.float32 and q.dtype in HALF):
+        return mask
+    return mask.to(q.dtype)
+
+
+def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+    """Run FlashAttention-2 as aten ships it: half precision, no mask."""
+    out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, o.is_causal, False, scale=o.scale)[:2]
+    return out, lse
+
+
+def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+    """Run the backward of `cuda_flash`."""
+    # without dropout these are not read
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+    grads: Triple = aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, o.is_causal, seed, offset, scale=o.scale
+    )
+    return grads
+
+
+def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+    """Run cuDNN's fused attention: half precision, no mask, no grouped heads."""
+    out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale)[:2]
+    return out, lse.reshape(q.shape[:3])
+
+
+def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+    """Run the backward of `cuda_cudnn`."""
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
+    lengths = (q.shape[2], k.shape[2])
+    grads: Triple = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, *lengths, 0.0, o.is_causal, scale=o.scale
+    )
+    return grads
+
+
+def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+    """Run aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
+    k, v = _repeat_heads(q, k, v)
+    bias = aligned_bias(q, k, o.mask)
+    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale)[:2]
+    return out, lse[..., : q.shape[2]]
+
+
+def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+    """Run the backward of `cuda_efficient`; gradients of repeated heads are summed."""
+    kv_heads = k.shape[1]
+    k, v = _repeat_heads(q, k, v)
+    bias = aligned_bias(q, k, o.mask)
+    # padding rows must give exp(score - lse) = 0
+    lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=float("inf"))
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
+    gq, gk, gv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False], o.is_causal, scale=o.scale
+    )
+    return gq, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads)
+
+
+def aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return an additive mask as the efficient kernel takes it, copied where its rows do not start at multiples."""
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    full = mask.to(q.dtype).expand(*mask.shape[:-1], keys)
+    padded = torch.nn.functional.pad(full, (0, -keys % BIAS_ALIGNMENT))[..., :keys]
+    return padded.expand(q.shape[0], q.shape[1], q.shape[2], keys)
+
+
+def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
+    """Compute softmax(q k^T scale + mask) v in float32 (float64 for float64), with T_q x T_k matrices in memory."""
+    k, v = _repeat_heads(q, k, v)
+    scores = _scores(q, k, o)
+    lse = scores.logsumexp(-1)
+    out = _probabilities(scores, lse) @ v.to(scores.dtype)
+    return out.to(q.dtype), lse
+
+
+def math_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+    """Compute dS = P * (dO v^T - rowsum(dO * O)), as in FlashAttention (arXiv 2205.14135, appendix B.2)."""
+    kv_heads = k.shape[1]
+    k, v = _repeat_heads(q, k, v)
+    p = _probabilities(_scores(q, k, o), lse)
+    grad, out, kf, vf, qf = (t.to(p.dtype) for t in (grad, out, k, v, q))
+    gv = p.mT @ grad
+    row = (grad * out).sum(-1, keepdim=True)
+    ds = (grad @ vf.mT).sub_(row).mul_(p).mul_(o.scale)
+    gk = ds.mT @ qf
+    grads = (ds @ kf, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads))
+    return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, o: AttentionOptions) -> Tensor:
+    dtype = accumulate_dtype(q.dtype)
+    scores = (q.to(dtype) @ k.to(dtype).mT).mul_(o.scale)
+    if o.mask is not None:
+        scores.add_(o.mask)
+    if o.is_causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(above, float("-inf"))
+    return scores
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    # a row that is masked whole attends to nothing: its logsumexp is -inf, its output 0 as in torch's safe softmax
+    finite = lse.masked_fill(lse == float("-inf"), 0.0)
+    return (scores - finite.unsqueeze(-1)).exp_()
+
+
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+
+def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
+    return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+KERNELS: dict[LoweringName, tuple[ForwardKernel, BackwardKernel]] = {
+    "cpu_flash": (cpu_flash, cpu_flash_dgrad),
+    "cuda_cudnn": (cuda_cudnn, cuda_cudnn_dgrad),
+    "cuda_flash": (cuda_flash, cuda_flash_dgrad),
+    "cuda_efficient": (cuda_efficient, cuda_efficient_dgrad),
+    "math": (math, math_dgrad),
+}

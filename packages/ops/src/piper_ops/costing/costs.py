@@ -1,0 +1,237 @@
+"""Count the FLOPs and bytes of one op call from its arguments and outputs, for the ops of this package and for aten's.
+
+The counting rules: a multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand
+crosses memory once (a dimension of stride 0 is read once). Views launch nothing and count 0 of both. Moving data
+(copies, casts, gathers, fills) is 0 FLOPs. Ops that do many FLOPs per element have a formula in
+`piper_ops.costing.products`. Every other op counts one FLOP per element of its largest operand: the output's elements
+for element-wise ops, the input's for reductions. `piper_ops.costing.few_flops` lists the ops for which that is right;
+for any other op it is a guess, and `KernelInfo.formula` is False.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from piper_ops.costing.few_flops import needs_no_formula
+from piper_ops.costing.products import OF_LIBRARIES, PRODUCTS
+from piper_ops.costing.registry import PORTABLE, Call, Formula, PortableOp
+from piper_ops.ground.errors import WrongCost
+from piper_ops.ground.library import dtype_name
+
+_KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInfo:
+    """Say what the kernel of one op call computes and moves.
+
+    Attributes:
+        kind: the family of the kernel; "other" with no bytes is a view, for which no kernel is launched.
+        dims: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows,
+            classes) of a cross-entropy, (outer, length, inner) of a running sum along a dimension, else empty.
+        flops: a multiply-add counts 2.
+        bytes: read plus written.
+        dtype: the dtype of the arithmetic, by torch's name without `torch.`.
+        lowering: the lowering that flops and bytes assume, where an op has several that differ in them.
+        op: the op's name, without the namespace aten or piper and without the trailing _ of an in-place op.
+        formula: False for an op of unknown FLOPs; one per element is counted for it.
+    """
+
+    kind: _KernelKind
+    dims: tuple[int, ...]
+    flops: int
+    bytes: int
+    dtype: str
+    lowering: str = ""
+    op: str = ""
+    formula: bool = True
+
+
+def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
+    """Return the cost of `op(*args_meta, **kwargs_meta) -> out_meta`; tensors are fake or real, with concrete shapes.
+
+    `op` is an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a
+    cost.
+    """
+    if op is operator.getitem:
+        return KernelInfo("other", (), 0, 0, _dtype([*_tensors(out_meta)]))
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TypeError(f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the node's target")
+    call = call_of(op, args_meta, out_meta, kwargs_meta or {})
+    operands = [*_tensors([call.args[a.name] for a in op._schema.arguments if a.name in call.args and not _is_out(a)])]
+    moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
+    dtype, name = _dtype([*call.outs, *operands]), _name(op)
+    own = _OWN.get(op.name())
+    if own is not None:
+        nbytes = moved if own.bytes is None else _counted(op.name(), "bytes", own.bytes, call)
+        return KernelInfo(own.kind, (), _counted(op.name(), "flops", own.flops, call), nbytes, dtype, op=name)
+    portable = _FORMULAS.get(op)
+    if portable is not None:
+        record, formula = portable
+        nbytes = moved if formula.bytes is None else formula.bytes(call)
+        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), nbytes, dtype, record.lowering, name)
+    if _is_view(op) or op.namespace == "prim":  # prim::device and its like ask a tensor what it is and run no kernel
+        return KernelInfo("other", (), 0, 0, dtype)
+    packet = op.overloadpacket
+    product = PRODUCTS.get(packet) or OF_LIBRARIES.get(op._schema.name)
+    if product is not None:
+        return KernelInfo(product.kind, product.dims(call), product.count(call), moved, dtype, product.lowering, name)
+    if packet in _GATHERS:
+        # only the rows that are picked are read, not the whole table
+        indices = sum(_nbytes(t) for t in operands[1:])
+        return KernelInfo(_GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype, op=name)
+    if packet is aten.embedding_dense_backward:
+        # the whole table is set to zero, then the rows that were picked are written
+        return KernelInfo("embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name)
+    if packet in _SCANS:
+        return KernelInfo("elementwise", _scanned(call), call.outs[0].numel(), moved, dtype, op=name)
+    if packet in _MOVES:
+        return KernelInfo("elementwise", (), 0, moved, dtype, op=name)
+    flops = max((t.numel() for t in (*operands, *call.outs)), default=0)
+    return KernelInfo("elementwise", (), flops, moved, dtype, op=name, formula=needs_no_formula(op))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    flops: Callable[[Call], float]
+    bytes: Callable[[Call], float] | None
+    kind: _KernelKind
+
+
+_OWN: dict[str, _Own] = {}
+"""The formulas of users' ops, by name: an op that is registered again is another object."""
+
+
+def op_cost(
+    op: str, *, flops: Callable[[Call], float], bytes: Callable[[Call], float] | None = None, kind: _KernelKind = "elementwise"
+) -> None:
+    """Set the cost of a custom op, before a model with that op is captured.
+
+    Without a formula an op counts one FLOP per element of its largest operand, and predictions name it.
+
+    Args:
+        op: its name in torch.library, such as "mine::gate".
+        flops: the FLOPs of one call, from its arguments by schema name (`call.tensor("x")`) and its outputs
+            (`call.outs`): an integer or a real number, affine in the rows of the batch but for rounding.
+        bytes: the bytes of one call, likewise; by default its inputs plus its outputs, once each.
+        kind: "matmul" and "attention" run at a device's matmul rate, anything else at the rate of its vector units.
+
+    Raises:
+        ValueError: the op is not registered.
+    """
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
+    if packet is None:
+        raise ValueError(f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())")
+    _OWN[packet.default.name()] = _Own(flops, bytes, kind)
+
+
+def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -> int:
+    """Return what a user's formula gives, as an integer; raise WrongCost where it gives no count."""
+    try:
+        value = formula(call)
+    except Exception as error:  # whatever the user's formula raises
+        raise WrongCost(
+            f"op_cost({op!r}): the formula of {name} fails: {type(error).__name__}: {error}. It gets the call: call.tensor(NAME) "
+            f"for {', '.join(call.args)}, and call.outs"
+        ) from error
+    if not isinstance(value, Real) or not isfinite(value) or value < 0:
+        raise WrongCost(f"op_cost({op!r}): the formula of {name} gives {value!r}; a number of at least 0 is needed")
+    return int(value) if isinstance(value, int) else round(float(value))
+
+
+def own_costs() -> tuple[tuple[object, ...], ...]:
+    """Return what `op_cost` has set so far, as plain tuples in the order of operators' names."""
+    return tuple((name, own.kind, own.flops, own.bytes) for name, own in sorted(_OWN.items(), key=lambda found: found[0]))
+
+
+def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any]) -> Call:
+    """Return a call of an op in the form that formulas read."""
+    return Call(_bound(op, args_meta, kwargs_meta), tuple(_tensors(out_meta)))
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    """Return the op's name; the in-place variant runs the same kernel and has the same name."""
+    namespace, _, name = op._schema.name.partition("::")
+    name = name if name.endswith("__") else name.removesuffix("_")
+    return name if namespace in ("aten", "piper") else f"{namespace}::{name}"
+
+
+def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    schema = op._schema.arguments
+    bound = {a.name: a.default_value for a in schema if a.has_default_value()}
+    bound.update((a.name, value) for a, value in zip(schema, args, strict=False))
+    return bound | dict(kwargs)
+
+
+def _is_out(argument: torch.Argument) -> bool:
+    """Return whether an argument is a keyword that only names the memory of a result."""
+    return argument.kwarg_only and argument.is_out
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    stored = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return stored * tensor.element_size()
+
+
+def _dtype(tensors: Sequence[Tensor]) -> str:
+    floating = [t for t in tensors if t.is_floating_point()] or tensors
+    return dtype_name(floating[0].dtype) if floating else "float32"
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    aliases = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return aliases or op.overloadpacket is aten._unsafe_view
+
+
+_GATHERS: dict[torch._ops.OpOverloadPacket, _KernelKind] = {
+    aten.embedding: "embedding",
+    aten.index_select: "elementwise",
+    aten.gather: "elementwise",
+    aten.index: "elementwise",
+}
+
+_SCANS = frozenset((aten.cumsum, aten.cumprod))
+
+
+def _scanned(call: Call) -> tuple[int, ...]:
+    """Return (outer, length, inner): the elements before, along and behind the dimension of a running sum."""
+    shape = call.outs[0].shape
+    dim = call.args["dim"] % max(1, len(shape))
+    return prod(shape[:dim]), prod(shape[dim : dim + 1]), prod(shape[dim + 1 :])
+
+
+# fmt: off
+_MOVES: frozenset[torch._ops.OpOverloadPacket] = frozenset(
+    (
+        aten.clone, aten._to_copy, aten.copy, aten.copy_, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.flip,
+        aten.roll, aten.slice_backward, aten.select_backward, aten.slice_scatter, aten.select_scatter, aten.index_put,
+        aten.scatter, aten.diagonal_scatter, aten.as_strided_scatter, aten.fill, aten.full, aten.full_like, aten.zeros,
+        aten.zeros_like, aten.ones, aten.ones_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.empty,
+        aten.empty_like, aten.scalar_tensor, aten.arange, aten.eye, aten.tril, aten.triu, aten.lift_fresh_copy,
+    )
+)
+# fmt: on
+
+_FORMULAS: dict[torch._ops.OpOverload, tuple[PortableOp, Formula]] = {
+    formula.op: (record, formula) for record in PORTABLE.values() for formula in record.formulas
+}

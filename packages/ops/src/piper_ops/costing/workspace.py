@@ -1,0 +1,387 @@
+"""Count the bytes that kernels hold beside their arguments and results, on CUDA devices where they are worth counting.
+
+The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in
+bfloat16 an H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt).
+Attention's gradient counts the lowering that takes most among those that a device from sm80 on may choose. Two things
+are not counted: what an op of aten's allocates inside beside that, such as the sorted indices of an embedding's
+gradient, and the buffers of reductions that are split over blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from piper_ops.attention import context, sdpa
+from piper_ops.attention.lowering import LoweringName, attention_lowering
+from piper_ops.attention.sdpa_kernels import (
+    KERNELS,
+    LSE_ALIGNMENT,
+    AttentionOptions,
+    BackwardKernel,
+    ForwardKernel,
+    aligned_bias,
+    cpu_mask,
+)
+from piper_ops.costing.costs import call_of
+from piper_ops.costing.registry import Call
+from piper_ops.experts import experts, rounds
+from piper_ops.ground.library import OP_KERNELS, accumulate_dtype
+from piper_ops.pointwise import losses, norms, vocabulary
+
+CAPABILITIES = ((8, 0), (9, 0))
+"""The compute capabilities whose lowerings are compared; later devices choose as one of these does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Hold the bytes of a kernel's workspace: `always` + min(`sliced`, `most`), each affine in the rows of a batch."""
+
+    always: int
+    sliced: int = 0
+    most: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.always + min(self.sliced, self.most)
+
+
+def cuda_workspace(
+    op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None
+) -> Workspace | None:
+    """Return the workspace of the kernel of `op(*args_meta, **kwargs_meta) -> out_meta`; None where nothing is counted.
+
+    Tensors are fake or real, with concrete shapes.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op not in _RULES:
+        return None
+    return _RULES[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
+
+
+def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
+    """Return the bytes that an op's kernel holds on a CPU, where they are counted.
+
+    These are a mask of attention in the form of torch's kernel, copies of tensors that lie in another way than kernels
+    take or give them, and what sorts and sums the rows of experts.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op not in _ON_CPU:
+        return 0
+    return _ON_CPU[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
+
+
+def _attention_on_cpu(call: Call) -> int:
+    """Count all but a second logsumexp, which the kernel gives in another layout."""
+    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
+    chosen = attention_lowering("cpu", *_taken(call), masked=mask, is_causal=causal)
+    return _math(call) if chosen.fallback else _around(call, _Fused("cpu_flash"))
+
+
+def _taken(call: Call) -> tuple[torch.dtype, torch.Size, torch.Size, torch.Size]:
+    q, k, v = (call.tensor(name) for name in "qkv")
+    return q.dtype, q.shape, k.shape, v.shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """Stand for a fused kernel of attention: make what it makes, as it lies, and compute nothing.
+
+    Attributes:
+        name: the kernel.
+        own: bytes that it holds inside beside its bias.
+    """
+
+    name: LoweringName
+    own: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor]:
+        inside = self._inside(q, k, o)
+        made = self._result(q, self.name != "cuda_efficient", v.shape[3]), q.new_empty(q.shape[:3])
+        del inside
+        return made
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inside = self._inside(q, k, o)
+        gq, gk, gv = (self._result(t, self.name in ("cuda_flash", "cuda_cudnn"), t.shape[3]) for t in (q, k, v))
+        del inside
+        return gq, gk, gv
+
+    def _inside(self, q: Tensor, k: Tensor, o: AttentionOptions) -> tuple[Tensor | None, Tensor]:
+        bias = aligned_bias(q, k, o.mask) if self.name == "cuda_efficient" else cpu_mask(o.mask, q)
+        return bias, q.new_empty(self.own, dtype=torch.uint8)
+
+    def _result(self, like: Tensor, alike: bool, dim: int) -> Tensor:
+        """Return a tensor that lies as another one does, or as the op gives it."""
+        batch, heads, tokens, _ = like.shape
+        return torch.empty_like(like) if alike else like.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+
+
+def _around(call: Call, kernel: _Fused) -> int:
+    """Count what an op of attention and a kernel hold while they run on meta tensors."""
+    return _run(call, kernel.forward, kernel.backward)
+
+
+def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
+    q, k, v, *options = (_on_meta(call.args[name]) for name in ("q", "k", "v", "mask", "is_causal", "scale"))
+    if "grad_out" not in call.args:
+        return peak_bytes_inside(sdpa.run_forward, forward, q, k, v, *options)
+    grad, out, logsumexp = (_on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp"))
+    return peak_bytes_inside(sdpa.run_backward, backward, grad, q, k, v, out, logsumexp, *options)
+
+
+def _rms_norm(call: Call) -> Workspace | None:
+    return Workspace(copied) if (copied := _copied(call)) else None
+
+
+def _copied(call: Call) -> int:
+    """Count the arguments of a norm that are copied first, because its kernels read dense ones."""
+    given = [call.tensor(name) for name in ("grad_out", "x") if name in call.args]
+    return sum(t.nbytes for t in given if not t.is_contiguous())
+
+
+def _cross_entropy(call: Call) -> Workspace:
+    """Count a slice of log-probabilities and the values picked from it, and the slices' losses, kept until the end.
+
+    bfloat16 logits are converted to float32 before (CUDA's softmax converts float16 only), and then the conversion is
+    the fullest moment.
+    """
+    logits = call.tensor("logits")
+    tokens, classes = logits.shape
+    item = accumulate_dtype(logits.dtype).itemsize
+    if logits.dtype == torch.bfloat16:
+        rows = 2 * item * classes - 8  # less what is not there yet: the slice's losses and logsumexps
+        return _in_slices(logits, 4 * tokens - 4, rows)
+    return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
+
+
+def _cross_entropy_dgrad(call: Call) -> Workspace:
+    """Count per row its scale, whether it counts, and its index; beside these one slice.
+
+    In half precision that is a slice of probabilities in float32 and the number that is subtracted at the targets, else
+    the negated scales of a slice.
+    """
+    logits = call.tensor("logits")
+    tokens, classes = logits.shape
+    item = accumulate_dtype(logits.dtype).itemsize
+    half = logits.element_size() < item
+    return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
+
+
+def _cross_entropy_part(call: Call) -> Workspace:
+    """Count a slice of powers and their largest logits; what is held per token before is less, from 20 classes on."""
+    logits = call.tensor("logits")
+    return _in_slices(logits, 0, accumulate_dtype(logits.dtype).itemsize * (logits.shape[1] + 1))
+
+
+def _cross_entropy_part_dgrad(call: Call) -> Workspace:
+    """Count per row its scale, its target's place and what is subtracted there; in half precision a slice of powers."""
+    logits = call.tensor("logits")
+    tokens, classes = logits.shape
+    item = accumulate_dtype(logits.dtype).itemsize
+    return _in_slices(logits, (2 * item + 8) * tokens, item * classes if logits.element_size() < item else 0)
+
+
+def _cross_entropy_joined(call: Call) -> Workspace:
+    """Count two numbers per token beside the logsumexp, and which targets count; one is the loss for "none"."""
+    statistics = call.tensor("statistics")
+    tokens, item = statistics.shape[-1], statistics.element_size()
+    if call.args["reduction"] == "none":
+        return Workspace((item + 1) * tokens)
+    return Workspace((2 * item + 1) * tokens - item)
+
+
+def _embedding_part(call: Call) -> Workspace:
+    """Count all of the kernel; it is per token."""
+    return Workspace(_whole_kernel(vocabulary.embedding_part, call))
+
+
+def _context_merge(call: Call) -> Workspace:
+    """Count all of the kernel, which is Python."""
+    return Workspace(_whole_kernel(context.context_merge, call))
+
+
+def _embedding_part_dgrad(call: Call) -> Workspace:
+    """Count the places of the numbers in a device's part. Before these are found, the table is not there yet."""
+    return Workspace(8 * call.tensor("indices").numel())
+
+
+def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
+    """Count what a kernel that is Python holds while it runs on meta tensors."""
+    return peak_bytes_inside(OP_KERNELS[op], *map(_on_meta, call.args.values()))
+
+
+def _room(op: torch._ops.OpOverload, call: Call) -> int:
+    """Return what further rounds hold beside their results: they ask for all of it when they begin."""
+    room: Sequence[int] = call.args["room"]
+    made = 0 if op._schema.is_mutable else sum(t.nbytes for t in call.outs)
+    return max(0, room[list(rounds.ROUNDS).index(op)] - made)
+
+
+def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
+    return lambda call: Workspace(_room(op, call))
+
+
+def _routing_on_cpu(op: torch._ops.OpOverload) -> Callable[[Call], int]:
+    """Return what counts all that a CPU's kernel of an op holds, which may be another one than elsewhere."""
+    kernel = experts.CPU_KERNELS.get(op._schema.name.removeprefix("piper::"), OP_KERNELS[op])
+    return lambda call: peak_bytes_inside(kernel, *map(_on_meta, call.args.values()))
+
+
+def _routing(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
+    return lambda call: Workspace(_whole_kernel(op, call))
+
+
+def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:
+    """Return a workspace of `row` bytes for each row of a slice, `more` bytes, and `always`."""
+    return Workspace(always, row * logits.shape[0] + more, row * losses.rows_per_slice("cuda", logits.shape[1]) + more)
+
+
+def _attention(call: Call) -> Workspace:
+    """Count the mask of fused kernels and copies around them; they hold nothing else worth counting."""
+    return Workspace(_most(call, lambda name: _math(call) if name == "math" else _around(call, _Fused(name))))
+
+
+def _attention_dgrad(call: Call) -> Workspace:
+    def of(name: LoweringName) -> int:
+        return _math(call) if name == "math" else _around(call, _Fused(name, _fused_dgrad(call, name)))
+
+    return Workspace(_most(call, of))
+
+
+def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
+    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
+    lowerings = [attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c) for c in CAPABILITIES]
+    return max(of(name) for name in {lowering.name for lowering in lowerings})
+
+
+def _fused_dgrad(call: Call, name: LoweringName) -> int:
+    """Return the bytes of a fused attention backward's workspace.
+
+    FlashAttention-2 sums the gradient of the queries in float32, beside a float32 per row (torch's flash_api.cpp:
+    dq_accum and softmax_d, of lengths rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in
+    half precision; in float32 it first makes the product of the output and its gradient (torch's attention_backward.cu:
+    delta). Gradients of grouped heads are made for each query head, by the efficient kernel of keys and values that
+    were repeated.
+
+    torch asks cuDNN how much it needs (MHA.cpp: get_workspace_size). Here an upper bound of the seen values is counted:
+    all three gradients in float32 (an H200, cuDNN 9.19, 8 heads of 64, 256 tokens: of the 6,144 bytes per token by
+    this, 6,104 with 4 and with 8 sequences, at most 4,100 with 2; benchmarks/measured/gpu-h200.json).
+    """
+    q, k, v = (call.tensor(name) for name in "qkv")
+    batch, queries, heads, dim = q.shape
+    item, rows = q.element_size(), batch * heads
+    repeated = batch * k.shape[1] * heads * (k.shape[3] + v.shape[3]) * item if heads != k.shape[2] else 0
+    if name == "cuda_cudnn":
+        return 4 * rows * (queries * dim + k.shape[1] * (dim + v.shape[3]))
+    if name == "cuda_flash":
+        return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
+    summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)
+    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _math(call: Call) -> int:
+    """Count what the written-out form holds while it runs on meta tensors: it is Python."""
+    return _run(call, *KERNELS["math"])
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def room_of_rounds(
+    rows: Tensor, back: Tensor, table: Tensor, weights: Sequence[Tensor], body: str, wanted: Sequence[bool]
+) -> list[int]:
+    """Return the most bytes that each op of further rounds holds at once; tensors are on meta."""
+    given = rows, table, weights, body, "", back.shape[1], 0, (0,) * len(rounds.ROUNDS)
+    runs = list(rounds.ROUNDS.values())
+    grad = back.new_empty((rows.shape[0], back.shape[2]))
+    totals = [torch.empty_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
+    calls = [(back, *given), (grad, *given), (grad, *given, list(wanted)), (grad, *given, torch.empty_like(rows))]
+    found = []
+    for run, args in zip(runs, [*calls, (grad, *given, list(wanted), totals[1:], *totals[:1])], strict=True):
+        if run is rounds.run_further_wgrad and not totals:
+            found.append(0)
+            continue
+        live = _Live(tree_leaves(args))
+        with live, torch.no_grad():
+            run(lambda kind, axis, sent: sent.clone(), *args)
+        found.append(live.most)
+    return found
+
+
+def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
+    """Return the most bytes of tensors that `function(*args)` holds at once, beside its arguments and less its results.
+
+    It sees what the dispatcher sees: not the memory that an operator of torch's allocates inside.
+    """
+    live = _Live(tree_leaves(args))
+    with live:
+        results = function(*args)
+    own = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
+    return live.most - sum(s.nbytes() for s in own)
+
+
+class _Live(TorchDispatchMode):
+    """Track the most bytes of storages that operators returned and that were alive at once; given ones do not count."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._given = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
+        self._alive: WeakSet[Any] = WeakSet()
+        self.most: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._given:
+                self._alive.add(leaf.untyped_storage())
+        self.most = max(self.most, sum(s.nbytes() for s in self._alive))
+        return out
+
+
+ROUTING = (
+    *(experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad),
+    *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take),
+    *(rounds.experts_drop, rounds.experts_checked),
+)
+"""The ops that bring tokens to experts and back. All that their kernels hold is per token."""
+IN_BLOCKS = (rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take)
+"""The ops that hold nothing on a CPU, where they copy blocks."""
+_RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
+    losses.cross_entropy: _cross_entropy,
+    losses.cross_entropy_dgrad: _cross_entropy_dgrad,
+    vocabulary.cross_entropy_part: _cross_entropy_part,
+    vocabulary.cross_entropy_part_dgrad: _cross_entropy_part_dgrad,
+    vocabulary.cross_entropy_joined: _cross_entropy_joined,
+    vocabulary.embedding_part: _embedding_part,
+    vocabulary.embedding_part_dgrad: _embedding_part_dgrad,
+    context.context_merge: _context_merge,
+    sdpa.attention: _attention,
+    sdpa.attention_dgrad: _attention_dgrad,
+    **{op: _rms_norm for op in (norms.rms_norm, norms.rms_norm_dgrad, norms.rms_norm_wgrad)},
+    **{op: _routing(op) for op in ROUTING},
+    **{op: _further(op) for op in rounds.ROUNDS},
+}
+_ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
+    sdpa.attention: _attention_on_cpu,
+    sdpa.attention_dgrad: _attention_on_cpu,
+    **{op: _copied for op in (norms.layer_norm, norms.layer_norm_dgrad, norms.layer_norm_wgrad, norms.layer_norm_backward)},
+    **{op: _routing_on_cpu(op) for op in ROUTING if op not in IN_BLOCKS},
+    **{op: partial(_room, op) for op in rounds.ROUNDS},
+}
+"""The ops whose memory inside is counted on a CPU. CUDA devices copy what lies in another way as well."""

@@ -1,0 +1,392 @@
+"""Define the ops by which devices that have different experts trade rows, in a fixed number of places.
+
+Each of n devices has E / n experts, and rows of its own that are sorted by expert (`experts.route`). It sends each
+other device the rows of that device's experts: `slot` rows at once, whatever it has for it. What is above that goes in
+further rounds through the same places, so that memory does not depend on what tokens choose.
+
+    table [n, E]        how many rows each device has for each expert: the counts of all, gathered
+    experts_send        rows [M, W]        -> [n, slot, W], what goes to each device in round 0
+    experts_take        [n, slot, W]       -> rows sorted by own expert [n slot, W], and how many each has
+    experts_give        [n slot, W]        -> [n, slot, W], back in the order in which they came
+    experts_home        [n, slot, W]       -> [M, W], each row of round 0 where it was sent from, zeros elsewhere
+    experts_return      the same, with the rows of all further rounds
+
+Between them stand all-to-alls. The devices compute the further rounds inside of `experts_return` and its gradients:
+`body` is the text of a function from [rows, counts, *weights] to the experts' result, and its gradients are made by
+autograd, anew in each of them, since nothing is kept of further rounds. All devices know the table, so all run as many
+rounds as the fullest pair of them needs. They hold `room` bytes from the start, in every step, so that a step with
+further rounds needs no more memory than one without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper_ops.experts import reserved
+from piper_ops.experts.trades import add_home as _add_home
+from piper_ops.experts.trades import counted as _counted
+from piper_ops.experts.trades import give as _give
+from piper_ops.experts.trades import home as _home
+from piper_ops.experts.trades import send as _send
+from piper_ops.experts.trades import take as _take
+from piper_ops.experts.trades import totals as _totals
+from piper_ops.ground.errors import ExpertsOverflow
+from piper_ops.ground.library import LIBRARY, contiguous_empty, define
+
+ANY_ROWS = "# any number of rows and experts\n"
+"""The line of a body that takes any number of rows and of experts, and so those only that a round has."""
+Exchanged = Callable[[str, str, Tensor], Tensor]
+"""A function that runs a collective: of a kind, along an axis, with what the device gives."""
+
+
+def round_count(table: Tensor, slot: int) -> int:
+    """Return how many rounds all devices run: at least one; the host waits for it. Two for tensors without content."""
+    if table.is_meta:
+        return 2
+    return max(1, -(-_most(table) // slot))
+
+
+def _most(table: Tensor) -> int:
+    """Return how many rows the fullest pair of devices has."""
+    if not _counted(table):
+        return int(_totals(table).max())
+    counted: list[list[int]] = table.tolist()
+    own = table.shape[1] // table.shape[0]
+    return max(sum(counts[k : k + own]) for counts in counted for k in range(0, len(counts), own))
+
+
+# --- further rounds
+
+
+@cache
+def _loaded(body: str, device: str) -> tuple[Callable[[list[Tensor]], tuple[Tensor, ...]], bool]:
+    """Return the function of a text, and whether it takes any number of rows, and of experts."""
+    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    exec(compile(body, "<piper experts>", "exec"), namespace)
+    return namespace["step"], body.endswith(ANY_ROWS)
+
+
+class _Rounds:
+    """Run further rounds: what goes to experts, and what comes back."""
+
+    def __init__(self, exchange: Exchanged, table: Tensor, body: str, axis: str, slot: int, place: int) -> None:
+        self._exchange, self._table, self._axis = exchange, table, axis
+        self._slot, self._place = slot, place
+        self._body, self._any_rows = _loaded(body, str(table.device))
+
+    @property
+    def numbers(self) -> range:
+        return range(1, round_count(self._table, self._slot))
+
+    def _places(self, number: int) -> int:
+        """Return how many rows the fullest pair of devices trades in a round, as far as the body can take them."""
+        if not self._any_rows or self._table.is_meta:
+            return self._slot
+        return max(1, min(self._slot, _most(self._table) - number * self._slot))
+
+    def there(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of all devices for the own experts, and their counts."""
+        places = self._places(number)
+        sent = _send(rows, self._table, self._place, self._slot, number, places)
+        return _take(self._exchange("all_to_all", self._axis, sent), self._table, self._place, number, self._slot)
+
+    def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
+        """Add what all devices made of the own rows to `total`, in the rows' places."""
+        given = _give(made, self._table, self._place, number, self._slot, self._places(number))
+        came = self._exchange("all_to_all", self._axis, given)
+        _add_home(came, self._table, self._place, total, number, self._slot)
+
+    def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return self._body([rows, counts, *weights])[0]
+
+    def busy(self, counts: Tensor) -> slice:
+        """Return the experts that have rows in a round, and those between them."""
+        if not self._any_rows or counts.device.type != "cpu":
+            return slice(0, counts.shape[0])
+        found = [k for k, count in enumerate(counts.tolist()) if count]
+        return slice(found[0], found[-1] + 1) if found else slice(0, 1)
+
+
+def run_return(
+    exchange: Exchanged, back: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
+    body: str, axis: str, slot: int, place: int, room: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """Compute piper::experts_return."""
+    reserved.reserve(room[0], rows.device)
+    out = _home(back, table, place, rows.shape[0], 0)
+    return add_further(exchange, out, rows, table, weights, body, axis, slot, place)
+
+
+def add_further(
+    exchange: Exchanged, out: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
+    body: str, axis: str, slot: int, place: int,
+) -> Tensor:  # fmt: skip
+    """Add the rows of further rounds to those of round 0, where they were sent from."""
+    run = _Rounds(exchange, table, body, axis, slot, place)
+    for number in run.numbers:
+        run.add_back(run.made(*run.there(rows, number), weights), number, out)
+    return out
+
+
+def run_return_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+    """Compute the gradient of the rows of further rounds; those of round 0 have zeros."""
+    *how, room = rest
+    reserved.reserve(room[1], rows.device)
+    return _add_dgrad(exchange, torch.zeros_like(rows), grad, rows, *how)
+
+
+def run_further_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+    """Add the same to the gradient of the rows of round 0."""
+    *how, room, total = rest
+    reserved.reserve(room[3], rows.device)
+    return _add_dgrad(exchange, total, grad, rows, *how)
+
+
+def _add_dgrad(
+    exchange: Exchanged, total: Tensor, grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
+    body: str, axis: str, slot: int, place: int,
+) -> Tensor:  # fmt: skip
+    run = _Rounds(exchange, table, body, axis, slot, place)
+    for number in run.numbers:
+        given, counts = run.there(rows, number)
+        above, _ = run.there(grad, number)
+        with torch.enable_grad():
+            made = run.made(given.requires_grad_(), counts, weights)
+        (found,) = torch.autograd.grad(made, given, above)
+        del made, above, given
+        run.add_back(found, number, total)
+        del found
+    return total
+
+
+def run_return_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Any, *rest: Any) -> list[Tensor]:
+    """Compute the gradients of the wanted matrices in further rounds."""
+    *how, room, wanted = rest
+    reserved.reserve(room[2], rows.device)
+    totals = [torch.zeros_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
+    _add_wgrad(exchange, totals, wanted, grad, rows, table, weights, *how)
+    return totals
+
+
+def run_further_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
+    """Add the same to what sums up the gradients of the matrices."""
+    *how, room, wanted, others, total = rest
+    reserved.reserve(room[4], rows.device)
+    _add_wgrad(exchange, [total, *others], wanted, grad, rows, *how)
+    return total  # type: ignore[no-any-return]  # a tensor
+
+
+def _add_wgrad(
+    exchange: Exchanged, totals: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, rows: Tensor, table: Tensor,
+    weights: Sequence[Tensor], body: str, axis: str, slot: int, place: int,
+) -> None:  # fmt: skip
+    if not any(wanted):  # frozen experts: all devices know it, and none exchanges anything
+        return
+    run = _Rounds(exchange, table, body, axis, slot, place)
+    for number in run.numbers:
+        given, counts = run.there(rows, number)
+        above, _ = run.there(grad, number)
+        busy = run.busy(counts)
+        own = [w[busy].detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)]
+        with torch.enable_grad():
+            made = run.made(given, counts[busy], own)
+        found = torch.autograd.grad(made, [w for w in own if w.requires_grad], above)
+        del made, above, given, own
+        for total, one in zip(totals, found, strict=True):
+            total[busy].add_(one)
+        del found, one
+
+
+# --- choices that have no place, and counts beyond the places
+
+
+def _drop_kernel(chosen: Tensor, experts: int, degree: int, slot: int) -> Tensor:
+    """Return the choices, those for which a device has no place as `experts`: of its choices the last ones."""
+    device = chosen.reshape(-1).div(experts // degree, rounding_mode="floor")
+    before = (device.unsqueeze(1) == torch.arange(degree, device=chosen.device)).cumsum(0, dtype=torch.int32)
+    turn = before.gather(1, device.unsqueeze(1)).view(chosen.shape)
+    return torch.where(turn <= slot, chosen, experts)
+
+
+def _checked_kernel(table: Tensor, slot: int, bound: float, rows: int, mean: float) -> Tensor:
+    if not table.is_meta and round_count(table, slot) > 1:
+        most = _most(table)
+        enough = math.ceil(-(-most // rows) / mean * 100) / 100
+        raise ExpertsOverflow(
+            f"a device has {most} rows for the experts of another, and bound={bound:g} has places for {slot}; "
+            f"bound={enough:g} would do in this step, and overflow='rounds' in every one"
+        )
+    return table.clone()
+
+
+# --- shapes
+
+
+def _send_fake(rows: Tensor, table: Tensor, place: int, slot: int) -> Tensor:
+    return contiguous_empty(rows, (table.shape[0], slot, rows.shape[1]))
+
+
+def _home_fake(back: Tensor, table: Tensor, place: int, rows: int) -> Tensor:
+    return contiguous_empty(back, (rows, back.shape[2]))
+
+
+def _take_fake(came: Tensor, table: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    devices, slot, width = came.shape
+    return contiguous_empty(came, (devices * slot, width)), contiguous_empty(table, (table.shape[1] // devices,))
+
+
+def _give_fake(made: Tensor, table: Tensor, place: int) -> Tensor:
+    devices = table.shape[0]
+    return contiguous_empty(made, (devices, made.shape[0] // devices, made.shape[1]))
+
+
+def _return_fake(back: Tensor, rows: Tensor, *_: Any) -> Tensor:
+    return contiguous_empty(back, (rows.shape[0], back.shape[2]))
+
+
+def _return_dgrad_fake(grad: Tensor, rows: Tensor, *_: Any) -> Tensor:
+    return contiguous_empty(rows, rows.shape)
+
+
+def _return_wgrad_fake(grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return [contiguous_empty(w, w.shape) for w, mine in zip(weights, rest[-1], strict=True) if mine]
+
+
+def _elsewhere(*args: Any) -> Any:
+    raise RuntimeError("further rounds of experts are run by the engine that runs the step, not as an op")
+
+
+# --- gradients of autograd
+
+
+def _send_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rows, ctx.place = inputs[0].shape[0], inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _send_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return experts_home(grad, ctx.saved_tensors[0], ctx.place, ctx.rows), None, None, None
+
+
+def _home_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.slot, ctx.place = inputs[0].shape[1], inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _home_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return experts_send(grad, ctx.saved_tensors[0], ctx.place, ctx.slot), None, None, None
+
+
+def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.place = inputs[2]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[1])
+
+
+def _take_backward(ctx: Any, grad: Tensor | None, of_counts: Tensor | None) -> tuple[Any, ...]:
+    return (None if grad is None else experts_give(grad, ctx.saved_tensors[0], ctx.place)), None, None
+
+
+def _give_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.place = inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _give_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return experts_take(grad, ctx.saved_tensors[0], ctx.place)[0], None, None
+
+
+def _return_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, rows, table, weights, *ctx.rest = inputs
+    ctx.wanted = [w.requires_grad for w in weights]
+    ctx.wants_rows = rows.requires_grad
+    ctx.save_for_backward(rows, table, *weights)
+
+
+def _return_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, table, *weights = ctx.saved_tensors
+    _, _, slot, place, _ = ctx.rest
+    of_back = experts_send(grad, table, place, slot)
+    of_rows = experts_return_dgrad(grad, rows, table, weights, *ctx.rest) if ctx.wants_rows else None
+    of_weights: list[Tensor | None] = [None for _ in weights]
+    if any(ctx.wanted):
+        found = iter(experts_return_wgrad(grad, rows, table, weights, *ctx.rest, ctx.wanted))
+        of_weights = [next(found) if mine else None for mine in ctx.wanted]
+    return of_back, of_rows, None, of_weights, None, None, None, None, None
+
+
+_SCHEMA = "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int slot, int place, int[] room"
+
+experts_home = define(
+    "experts_home", "(Tensor back, Tensor table, int place, int rows) -> Tensor", _home_fake,
+    lambda back, table, place, rows: _home(back, table, place, rows, 0),
+    direct=True, backward=_home_backward, setup_context=_home_setup,
+)  # fmt: skip
+"""An op that returns the rows (M, W) of round 0 where they were sent from; zeros elsewhere."""
+experts_send = define(
+    "experts_send", "(Tensor rows, Tensor table, int place, int slot) -> Tensor", _send_fake,
+    lambda rows, table, place, slot: _send(rows, table, place, slot, 0),
+    direct=True, backward=_send_backward, setup_context=_send_setup,
+)  # fmt: skip
+"""An op that returns what goes to each device in round 0, (n, slot, W)."""
+experts_give = define(
+    "experts_give", "(Tensor made, Tensor table, int place) -> Tensor", _give_fake,
+    lambda made, table, place: _give(made, table, place, 0),
+    direct=True, backward=_give_backward, setup_context=_give_setup,
+)  # fmt: skip
+"""An op that brings rows that are sorted by expert into the order in which they came in round 0."""
+experts_take = define(
+    "experts_take", "(Tensor came, Tensor table, int place) -> (Tensor, Tensor)", _take_fake,
+    lambda came, table, place: _take(came, table, place, 0),
+    direct=True, backward=_take_backward, setup_context=_take_setup,
+)  # fmt: skip
+"""An op that sorts what came in round 0 by own expert, and says how many rows each has."""
+experts_return_dgrad = define("experts_return_dgrad", f"(Tensor grad, {_SCHEMA}) -> Tensor", _return_dgrad_fake, _elsewhere)
+"""An op that returns the gradient of the rows of further rounds."""
+experts_return_wgrad = define(
+    "experts_return_wgrad", f"(Tensor grad, {_SCHEMA}, bool[] wanted) -> Tensor[]", _return_wgrad_fake, _elsewhere
+)
+"""An op that returns the gradients of matrices in further rounds."""
+experts_return = define(
+    "experts_return", f"(Tensor back, {_SCHEMA}) -> Tensor", _return_fake, _elsewhere,
+    backward=_return_backward, setup_context=_return_setup,
+)  # fmt: skip
+"""An op that returns all rows (M, W) where they were sent from, after further rounds."""
+for _name, _more in (("dgrad", "Tensor(a!) total"), ("wgrad", "bool[] wanted, Tensor(b!)[] others, Tensor(a!) total")):
+    LIBRARY.define(f"experts_further_{_name}_(Tensor grad, {_SCHEMA}, {_more}) -> Tensor(a!)")
+experts_further_dgrad_ = torch.ops.piper.experts_further_dgrad_.default
+experts_further_wgrad_ = torch.ops.piper.experts_further_wgrad_.default
+"""The same, added to what a step has of round 0: to a gradient of rows, or to sums of gradients."""
+experts_drop = define(
+    "experts_drop", "(Tensor chosen, int experts, int degree, int slot) -> Tensor",
+    lambda chosen, *_: contiguous_empty(chosen, chosen.shape), _drop_kernel, direct=True,
+)  # fmt: skip
+"""An op that returns choices, with the number of experts in place of those that no round 0 has places for."""
+experts_checked = define(
+    "experts_checked", "(Tensor table, int slot, float bound, int rows, float mean) -> Tensor",
+    lambda table, *_: contiguous_empty(table, table.shape), _checked_kernel, direct=True,
+)  # fmt: skip
+"""An op that returns the table, and raises ExpertsOverflow where one round has too few places.
+
+`mean` is how many of the tokens of each of `rows` go to each device if experts are chosen equally often.
+"""
+
+ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    experts_return: run_return,
+    experts_return_dgrad: run_return_dgrad,
+    experts_return_wgrad: run_return_wgrad,
+    experts_further_dgrad_: run_further_dgrad,
+    experts_further_wgrad_: run_further_wgrad,
+}
+"""The ops that meet other devices as often as a run's choices need, each with its function, which gets the exchange."""
+PLACED: dict[torch._ops.OpOverload, int] = {
+    experts_home: 2, experts_send: 2, experts_give: 2, experts_take: 2, **dict.fromkeys(ROUNDS, 7),
+}  # fmt: skip
+"""The ops that ask for the device's place along the axis, each with the number of that argument."""

@@ -1,0 +1,211 @@
+"""Draw random numbers as one device draws them for the whole batch, in the part of it that runs here.
+
+The rule, which `piper.api.reference.reference_random` restates for plain PyTorch (docs/random_numbers.md has it for
+people):
+
+- A *place* is the path of the module that draws and the number of the draw among those of that module in a forward,
+  from 0: "layers.3.drop#0". A place and the job's seed and step give a key.
+- An element of what is drawn gets the number that the key has for the element's index in the tensor of the *whole
+  batch*, in row-major order. So neither the rows of a microbatch nor where a layer runs matter.
+- A number is an integer of 32 bits; `UNIFORM` and `OPEN` make a float of it.
+
+Code that was captured calls `draw`; what autograd runs as it is runs under `DrawingMode`. Both ask for the
+`DrawsOfCall` that the engine has set for the chunk by `drawing`. Without one, torch's own operations and generator
+serve.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from piper_ops.random.counter import Key, key_of, numbers, numbers_at
+from piper_ops.random.draw_kernels import is_draw, run_counted
+
+UNIFORM = {torch.float64: 24, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
+"""The leading bits of a number that are a float in [0, 1), by dtype: in float64 as many as in float32."""
+
+
+ANY_NUMBER = "#*"
+"""The end of the place of a module whose draws depend on values in number, which torch's generator alone can serve."""
+
+
+class DrawPlace(Protocol):
+    """Describe a draw of a chunk: its place, and how many entries a row has in each dimension of what is drawn."""
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def rows(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class DrawsOfCall:
+    """Hold everything on which the numbers of one run of a chunk depend.
+
+    Attributes:
+        draws: the draws of the chunk, in the order in which its code numbers them.
+        seed: the job's.
+        step: of the optimizer, from 0.
+        first: the first row of the microbatch in the global batch.
+        whole: rows of the global batch.
+        begin: is called with the text of a place before torch's own operation draws; None where numbers are counted.
+    """
+
+    draws: Sequence[DrawPlace]
+    seed: int
+    step: int
+    first: int
+    whole: int
+    begin: Callable[[str], object] | None = None
+
+    def run(self, number: int, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a random operation, the one of that number in the chunk."""
+        drawn = self.draws[number]
+        if self.begin is not None:
+            self.begin(drawn.place)
+            return op(*args, **kwargs)
+        numbers = DrawnNumbers(self, drawn)
+        return _seen(op, args, kwargs, numbers) if _watchers() else run_counted(op, args, kwargs, numbers)
+
+
+_watchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: DrawnNumbers) -> Any:
+    """Run a random operation under a mode that is to see torch's operation, and nothing inside of it."""
+    result = op(*args, **kwargs)
+    with _disable_current_modes():
+        drawn = run_counted(op, args, kwargs, numbers)
+        for into, made in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, drawn)), strict=True):
+            if into is not made:
+                into.copy_(made)
+    return result
+
+
+class DrawnNumbers:
+    """Give the numbers of one draw."""
+
+    def __init__(self, drawing: DrawsOfCall, drawn: DrawPlace) -> None:
+        self._drawing, self._drawn = drawing, drawn
+
+    def _key(self, stream: int) -> Key:
+        more = f"/{stream}" if stream else ""
+        return key_of(f"{self._drawing.seed}/{self._drawing.step}/{self._drawn.place}{more}")
+
+    def _begin(self, shape: Sequence[int]) -> int | None:
+        """Return the whole batch's index of the first element, where those that follow it stand in a row there."""
+        rows = [d for d, entries in enumerate(self._drawn.rows) if entries]
+        if not rows:
+            return 0
+        if math.prod(shape[: rows[0]]) != 1 or len(rows) > 1:
+            return None
+        return self._drawing.first * self._drawn.rows[rows[0]] * math.prod(shape[rows[0] + 1 :])
+
+    def _elements(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return the whole batch's index of each element."""
+        index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+        for dim in reversed(range(len(shape))):
+            entries = self._drawn.rows[dim]
+            begin = entries * self._drawing.first
+            along = torch.arange(begin, begin + shape[dim], device=device) * stride
+            index = index + along.view(-1, *[1] * (len(shape) - dim - 1))
+            stride *= entries * self._drawing.whole or shape[dim]
+        return index
+
+    def made(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, make: Callable[[Tensor], Tensor], stream: int = 0
+    ) -> Tensor:
+        """Return a contiguous tensor that `make` computes of the numbers (torch.int32); streams are independent."""
+        key, begin = self._key(stream), self._begin(shape)
+        if begin is None:
+            return make(numbers_at(key, self._elements(shape, device))).to(dtype)
+        out = torch.empty(math.prod(shape), dtype=dtype, device=device)
+        for place, part in numbers(key, begin, out.numel(), device):
+            out[place] = make(part)
+        return out.view(tuple(shape))
+
+    def below(self, shape: Sequence[int], chance: float, device: torch.device) -> Tensor:
+        """Return bools that are true with a chance."""
+        bound = int(chance * 2.0**32) - 2**31
+        if not -(2**31) < bound < 2**31:
+            return torch.full(tuple(shape), chance >= 0.5, dtype=torch.bool, device=device)
+        return self.made(shape, torch.bool, device, lambda part: part < bound)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return floats in [0, 1), of the leading bits that the dtype holds."""
+        bits = UNIFORM[dtype]
+        return self.made(shape, dtype, device, lambda part: ((part >> (32 - bits)) + 2 ** (bits - 1)).to(dtype) * 2.0**-bits)
+
+    def open(self, shape: Sequence[int], device: torch.device, stream: int = 0) -> Tensor:
+        """Return floats (float64) in (0, 1), of all 32 bits."""
+        return self.made(shape, torch.float64, device, lambda part: (part.double() + (2.0**31 + 0.5)) * 2.0**-32, stream)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return normally distributed floats (float64), by Box and Muller from two numbers each."""
+        radius = self.open(shape, device).log_().mul_(-2.0).sqrt_()
+        return radius.mul_(self.open(shape, device, 1).mul_(2.0 * math.pi).cos_())
+
+    def integers(self, shape: Sequence[int], low: int, high: int, device: torch.device) -> Tensor:
+        """Return integers in [low, high), each the rest of 63 bits of two numbers."""
+        upper, lower = (self.made(shape, torch.int64, device, lambda part: part.long() + 2**31, stream) for stream in (0, 1))
+        return upper.bitwise_left_shift_(31).add_(lower.bitwise_right_shift_(1)).remainder_(high - low).add_(low)
+
+
+class _Local(threading.local):
+    drawing: DrawsOfCall | None = None
+
+
+_CURRENT = _Local()
+"""The drawing of the chunk that runs in this thread."""
+
+
+@contextmanager
+def drawing(current: DrawsOfCall, *, opaque: bool = False) -> Iterator[None]:
+    """Let a chunk draw as `current` says; `opaque` is one that autograd runs as it is."""
+    before, _CURRENT.drawing = _CURRENT.drawing, current
+    unknown = next((d.place for d in current.draws if d.place.endswith(ANY_NUMBER)), "")
+    if unknown and current.begin is not None:
+        current.begin(unknown)  # once for all draws of the chunk, since nobody knows their number
+    try:
+        with DrawingMode(current) if opaque and not unknown else nullcontext():
+            yield
+    finally:
+        _CURRENT.drawing = before
+
+
+def draw(number: int, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run a random operation of captured code, the one of that number in its chunk."""
+    current = _CURRENT.drawing
+    return op(*args, **kwargs) if current is None else current.run(number, op, args, kwargs)
+
+
+class DrawingMode(TorchDispatchMode):
+    """Let random operations draw as a chunk's drawing says, in the order in which they run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, current: DrawsOfCall) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
+        self._drawing, self._number = current, 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that code under this mode may call torch.compile, as flex_attention does."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        self._number += 1
+        return self._drawing.run(self._number - 1, func, args, kwargs)

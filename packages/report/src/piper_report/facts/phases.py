@@ -1,0 +1,85 @@
+"""Describe a span: its phase, its microbatch, and the chunk of its device to which it belongs.
+
+Phase and microbatch are taken from the plan if there is one, else guessed from the span's name; only the plan knows the
+chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from piper_ir.ground.trace import BATCH, Span, Trace
+from piper_ir.plan.phases import InstrLabel, Phase, instr_label
+from piper_ir.plan.plan import COMPUTE, Instr, Plan
+from piper_ir.program.ops import Compute
+
+_COMMUNICATION: Mapping[str, Phase] = {"gather": "gather", "scatter": "scatter"}
+"""The phases of communication by the first word of its name."""
+_NAME = re.compile(r"(?:\.(?P<step>[FBRIW]))?@(?P<mb>\d+)")
+
+
+def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, InstrLabel]:
+    """Return the label of every span.
+
+    Without a plan a span's name decides: an input gradient that is fused with anything counts as B.
+    """
+    waits = {s: _guess(s) for s in trace.waits}
+    if plan is None:
+        return {s: _guess(s) for s in trace.spans} | waits
+    known = {(role.role, index): instr_label(instr) for role, index, instr in plan.instructions()}
+    role_of = {rank: role.role for role in plan.roles for rank in role.ranks}
+    return {s: known[role_of[s.rank], s.instr] for s in trace.spans} | waits
+
+
+def _guess(span: Span) -> InstrLabel:
+    found = _NAME.search(span.name)
+    mb = int(found["mb"]) if found else -1
+    if span.stream == BATCH:
+        return InstrLabel((("batch", mb),))
+    if span.stream != COMPUTE:
+        return InstrLabel(((_COMMUNICATION.get(span.name.partition(".")[0], "comm"), mb),))
+    if span.name.startswith("update"):
+        return InstrLabel((("U", -1),))
+    if span.name.startswith("load") and "+" in span.name:  # a chunk's forward, fused with the loading of its batch
+        return InstrLabel((("F", mb),))
+    if span.name.startswith("seed") and "+" in span.name:
+        return InstrLabel((("B", mb),))
+    if span.name.startswith(("fresh.", "fold.")) and "+" not in span.name:
+        return InstrLabel((("fold", mb),))
+    match found["step"] if found else None:
+        case "R" | "I" as phase:
+            return InstrLabel((("B" if "+" in span.name else phase, mb),))
+        case "F" | "B" | "W" as phase:
+            return InstrLabel(((phase, mb),))
+    return InstrLabel((("other", mb),))
+
+
+def chunks_of(plan: Plan) -> dict[str, list[int]]:
+    """Return for each role the stages that it computes, ascending: its chunks."""
+    out = {}
+    for role in plan.roles:
+        found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
+        out[role.role] = sorted(stage for stage in found if stage is not None)
+    return out
+
+
+def chunk_numbers(
+    work: Mapping[Span, InstrLabel], plan: Plan, chunks: Mapping[str, list[int]]
+) -> dict[Span, tuple[int | None, ...]]:
+    """Return for each half of an instruction the index of its stage among its role's `chunks`, or None without one."""
+    out = {}
+    for span, kind in work.items():
+        role = plan.role_of(span.rank)
+        stages = [_stage(plan, role.program[span.instr], phase == "F") for phase, _ in kind.halves]
+        out[span] = tuple([None if stage is None else chunks[role.role].index(stage) for stage in stages])
+    return out
+
+
+def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:
+    """Return the stage of an instruction's first part of one direction; None where there is none."""
+    for part in instr.parts:
+        if isinstance(part.op, Compute) and (part.op.step == "F") == forward:
+            stage = plan.chunk(part.op.chunk).coords.get("stage")
+            return stage if isinstance(stage, int) else None
+    return None

@@ -1,0 +1,4 @@
+"""Draw schedules, memory, experts, training and searches.
+
+May import: facts.
+"""

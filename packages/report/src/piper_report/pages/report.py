@@ -1,0 +1,265 @@
+"""Write a result folder as one page, with its figures and tables as separate files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from piper_ir.ground.errors import OutputError
+from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
+from piper_ir.ground.trace import Trace
+from piper_ir.plan.plan import Plan
+from piper_ir.study.study import Row, limit_text
+from piper_ir.study.study_groups import indifferent_text
+from piper_ir.tools import time_text, write_whole
+from piper_report.facts.clocks import NOTE, aligned
+from piper_report.facts.results import HANG_FILE, Results, WhyTable, load
+from piper_report.facts.summary import Table, far_from_measured
+from piper_report.figures.expert_figures import load_figure, token_figure
+from piper_report.figures.gantt import timelines
+from piper_report.figures.memory_figure import memory_figure
+from piper_report.figures.parallel_figure import parallel_figure
+from piper_report.figures.style import Picture, house_style
+from piper_report.figures.training_figures import gradient_figure, loss_figure, step_time_figure
+from piper_report.figures.tuning_figures import history_figure, pareto_figure
+from piper_report.pages.page import PageSection, page
+from piper_report.tables.expert_tables import layer_sheet, load_note, rank_load_sheet, token_sheet
+from piper_report.tables.stage_tables import stage_sheet, strategy_sheet
+from piper_report.tables.tables import (
+    Column,
+    Sheet,
+    cost_sheet,
+    headline,
+    line_sheet,
+    owner_sheet,
+    rank_sheet,
+    restart_sheet,
+    sheet,
+    source_sheet,
+    step_sheet,
+    trial_text,
+    tuning_sheets,
+)
+
+DEFINITIONS = (
+    "Exposed communication: a rank computes nothing while one of its transfers is under way. Bubble, global: the step's length "
+    "less the rank's compute; span: from the rank's first to its last compute, less its compute. Each is that of the worst "
+    "rank. Utilisation: FLOPs over the peak of the devices; N are the parameters, of experts as many as a token visits."
+)
+OF_MEASURED = (
+    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. Step in steady "
+    "state, measured: the median without the first 3 steps."
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Name the files that were written.
+
+    Attributes:
+        headline: the table at the head; None where nothing was predicted or measured.
+        experts: the load of experts by layer, with what a prediction assumed; None without experts.
+    """
+
+    html: Path
+    figures: tuple[Path, ...]
+    tables: tuple[Path, ...]
+    headline: Table | None = None
+    experts: Table | None = None
+
+
+def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Plan | None = None) -> Report:
+    """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder).
+
+    `plan` is what plan.json holds, where it is known already: a large one takes long to read.
+
+    Raises:
+        FormatError: see `piper_report.load`.
+        OutputError: they cannot be written (no space, no permission); the folder stays as it was.
+    """
+    results = with_aligned_clocks(load(folder, plan))
+    target = Path(out) if out is not None else Path(folder) / "report"
+    with house_style():
+        sections = _sections(results)
+    items = [x for s in sections for x in (*s.items, *s.folded)]
+    made = write_files(target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items)
+    if made.experts is None:
+        return made
+    return replace(made, experts=replace(made.experts, notes=(*made.experts.notes, *load_note(results))))
+
+
+def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | str]) -> Report:
+    """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError where that fails."""
+    figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
+    tables = {target / f"{x.name}.csv": x.frame.to_csv(index=False).encode() for x in items if isinstance(x, Sheet)}
+    html = target / "report.html"
+    _write(target, {**figures, **tables, html: document.encode()})
+    by_name = {x.name: x.table for x in items if isinstance(x, Sheet)}
+    return Report(html, tuple(figures), tuple(tables), by_name.get("headline"), by_name.get("experts"))
+
+
+def with_aligned_clocks(results: Results) -> Results:
+    """Return results whose measured trace is on one clock, as far as the plan tells which spans belong together."""
+    if results.plan is None or results.measured_trace is None:
+        return results
+    return replace(results, measured_trace=aligned(results.plan, results.measured_trace))
+
+
+def _write(target: Path, files: dict[Path, bytes]) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            write_whole(path, content)
+    except OSError as e:
+        raise OutputError(
+            f"cannot write the report to {target}: {e.strerror}; the results are untouched: "
+            "make room or choose another folder, then `piper report DIR`"
+        ) from None
+
+
+def _sections(results: Results) -> list[PageSection]:
+    return [
+        _summary(results), _strategy(results), _timeline(results), _why(results), _memory(results), _training(results),
+        _experts(results), _tuning(results), _costs(results),
+    ]  # fmt: skip
+
+
+def _strategy(results: Results) -> PageSection:
+    found = stage_sheet(results), strategy_sheet(results)
+    return PageSection("strategy", "Strategy and stages", (), [x for x in found if x is not None])
+
+
+def _why(results: Results) -> PageSection:
+    tables = results.why.tables if results.why is not None else ()
+    items = [_explained(n, t) for n, t in enumerate(tables, start=1)]
+    step = "step" if results.measured is None else "predicted step"
+    return PageSection("why", f"Why the {step} takes as long as it does", (), items)
+
+
+def _explained(number: int, table: WhyTable) -> Sheet:
+    """Return a table of an explanation; columns of words need names in the file, too."""
+    columns = [Column(title or f"column{k}", title) for k, title in enumerate(table.columns, start=1)]
+    title = table.title[:1].upper() + table.title[1:]
+    return sheet(f"why{number}", title, columns, table.rows, table.notes)
+
+
+def facts_of(results: Results) -> list[tuple[str, str]]:
+    """Return the facts at the head of the page."""
+    plan, study = results.plan, results.study
+    facts = []
+    if plan is not None:
+        facts.append(("plan", f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world:,} ranks"))
+        tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
+        rows = "1 row" if plan.rows == 1 else f"{plan.rows} rows"
+        batch = f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
+        facts.append(("batch", batch))
+    if results.params:
+        facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
+    if results.predicted_trace is not None and "cluster" in results.predicted_trace.notes:
+        facts.append(("predicted for", results.predicted_trace.notes["cluster"]))
+    if results.measured is not None:
+        facts.append(("measured", f"{len(results.measured.step_s)} steps"))
+    facts += _origin(results)
+    if study is not None:
+        limit = limit_text(study.memory_limit, study.device_limits) or "none"
+        ended = "; interrupted, this is what was found until then" if study.interrupted else ""
+        text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
+        facts.append(("tuned for", text))
+        best = next((t for t in study.trials if t.number == study.best), None)
+        facts.append(("best candidate", "none was found" if best is None else _told(best)))
+        facts += [("one word more", text) for text in study.advice]
+        facts += [("parameters that", text)] if (text := indifferent_text(study.trials)) else []
+    return facts
+
+
+def _origin(results: Results) -> list[tuple[str, str]]:
+    """Return with what, where and when the results were made."""
+    made = results.origin
+    if made is None:
+        return []
+    versions = ", ".join(f"{name} {number}" for name, number in made.versions.items())
+    seed = "" if made.seed is None else str(made.seed)
+    said = [("made on", made.machine), ("at", made.time), ("with", versions), ("commit", made.commit), ("seed", seed)]
+    return [(name, text) for name, text in (*said, ("command", made.command)) if text]
+
+
+def _told(best: Row) -> str:
+    times = [("predicted", best.period_s), ("measured", best.measured_period_s)]
+    shown = ", ".join(f"{time_text(t)} {name}" for name, t in times if t is not None)
+    return f"trial {best.number}, {shown}: {trial_text(best)}"
+
+
+def _summary(results: Results) -> PageSection:
+    items: list[Picture | Sheet | str] = []
+    warnings = [f"warning: this run hung; {results.folder / HANG_FILE} says where every rank was"] if results.hung else []
+    if results.predicted is not None:
+        oom = results.predicted.oom
+        warnings += [f"DOES NOT FIT: {oom.text}"] if oom is not None else []
+        # A run that measured the load of experts has that in the place of the note that nobody did.
+        measured = results.experts is not None
+        warnings += [f"warning: {n}" for n in results.predicted.notes if not (measured and n.startswith(LOAD_NOT_MEASURED))]
+        period = results.measured.period_s if results.measured is not None else None
+        warnings += far_from_measured(results.predicted.period_s, period, results.predicted.sources)
+    if results.predicted is not None or results.measured is not None:
+        items += [*load_note(results), headline(results), DEFINITIONS, *([OF_MEASURED] if results.measured is not None else [])]
+    items += [s for s in (restart_sheet(results), rank_sheet(results), source_sheet(results)) if s is not None]
+    return PageSection("summary", "Headline", warnings, items)
+
+
+def _timeline(results: Results) -> PageSection:
+    traces = _with_spans(results)
+    items: list[Picture | Sheet | str] = [*timelines(traces, results.plan)] if traces else []
+    if results.measured_trace is not None:
+        clocks = {k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))}
+        items += [f"Clocks: {_clocks(clocks)}"] if clocks else []
+    return PageSection("timeline", "Timeline of a step", (), items)
+
+
+def _clocks(notes: dict[str, str]) -> str:
+    """Return one line in which the same words for many ranks occur once."""
+    by_text: dict[str, list[str]] = {}
+    for key, text in notes.items():
+        by_text.setdefault(text, []).append(key.removeprefix(NOTE.format("")))
+    return "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()) + " (against the lowest rank)."
+
+
+def _with_spans(results: Results) -> list[Trace]:
+    return [t for t in (results.predicted_trace, results.measured_trace) if t is not None and t.spans]
+
+
+def _memory(results: Results) -> PageSection:
+    devices = results.predicted.by_rank() if results.predicted is not None else {}
+    drawn = memory_figure(results.predicted_trace, results.measured_trace, results.plan, devices)
+    items: Sequence[Picture | Sheet | None] = (drawn, line_sheet(results), owner_sheet(results))
+    return PageSection("memory", "Memory", (), [x for x in items if x is not None])
+
+
+def _training(results: Results) -> PageSection:
+    items = [x for x in (loss_figure(results), gradient_figure(results), step_time_figure(results)) if x is not None]
+    steps = step_sheet(results)
+    return PageSection("training", "Training", (), items, [steps] if steps is not None else [])
+
+
+def _experts(results: Results) -> PageSection:
+    history = results.experts
+    if history is None:
+        return PageSection("experts", "Experts")
+    found = layer_sheet(history), rank_load_sheet(history, results.plan), load_figure(history), token_figure(history)
+    return PageSection("experts", "Experts", (), [x for x in found if x is not None], [token_sheet(history)])
+
+
+def _tuning(results: Results) -> PageSection:
+    study = results.study
+    if study is None:
+        return PageSection("tuning", "Tuning")
+    figures = (history_figure(study), pareto_figure(study), parallel_figure(study))
+    sheets = {s.name: s for s in tuning_sheets(results)}
+    items: list[Picture | Sheet | str] = [x for x in figures if x is not None]
+    items += [sheets[n] for n in ("confirmed", "rejected", "rules") if n in sheets]
+    return PageSection("tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else [])
+
+
+def _costs(results: Results) -> PageSection:
+    found = cost_sheet(results)
+    return PageSection("costs", "Costs", (), (), [found] if found is not None and len(found.frame) else [])

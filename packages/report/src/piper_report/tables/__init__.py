@@ -1,0 +1,4 @@
+"""Lay out numbers of stages, experts and searches as tables.
+
+May import: facts, figures.
+"""

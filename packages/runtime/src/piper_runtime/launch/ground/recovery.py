@@ -1,0 +1,194 @@
+"""Decide whether a run that failed is started again, and keep what it has done until then."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from piper_ir.ground.errors import ExecutionError, HangError, JobError, NonFiniteLossError, PiperError, PiperWarning, RankError
+from piper_ir.plan.plan import Plan
+from piper_runtime.launch.ground.progress import OnStep
+from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.rank.values.code import ExportedCode
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Describe one failure of a run, and how the run went on.
+
+    Attributes:
+        step: the first step that was not finished.
+        error: the class of the error.
+        message: what was wrong, with rank and instruction.
+        lost: the ranks whose process died; empty where a rank raised or hung.
+        resumed: the step with which the run went on.
+        ranks: how many ranks went on.
+        seconds: from the moment at which the failure was known to the end of the next step; None where no step was
+            left.
+        source: from which state it went on: a checkpoint, host snapshots with their ranks, or the beginning.
+    """
+
+    step: int
+    error: str
+    message: str
+    lost: tuple[int, ...]
+    resumed: int
+    ranks: int
+    seconds: float | None = None
+    source: str = ""
+
+
+Replan = Callable[[int], tuple[Plan, ExportedCode]]
+"""A function that returns a plan for at most so many ranks, with its code; it raises PiperError when there is none."""
+OnRestart = Callable[[Restart], object]
+"""A function that is called when a run that failed is about to go on."""
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """Say what is done about failures.
+
+    Attributes:
+        restarts: how many times a run is started again, at most.
+        replan: gives a plan for fewer ranks, where each rank that died takes its device with it; None: the same plan.
+        on_restart: called before the run goes on.
+    """
+
+    restarts: int = 0
+    replan: Replan | None = None
+    on_restart: OnRestart | None = None
+
+    def check(self, gradients: bool) -> None:
+        """Raise JobError when these options cannot be, alone or with `gradients`."""
+        if isinstance(self.restarts, bool) or not isinstance(self.restarts, int) or self.restarts < 0:
+            raise JobError(f"restarts={self.restarts!r}: an integer of at least 0 is needed")
+        if self.restarts and gradients:
+            raise JobError(
+                f"restarts={self.restarts} and gradients=True: the gradients of the steps before a failure would be lost; leave "
+                "one of them out"
+            )
+        for name, function in (("replan", self.replan), ("on_restart", self.on_restart)):
+            if function is not None and not callable(function):
+                raise JobError(f"{name}={function!r}: a function is needed")
+
+
+class Recovery:
+    """Follow a run over its attempts: which steps are done, what has failed, and how many devices are left.
+
+    A step that is done again after a failure counts once: its first record stays, and `on_step` does not hear it twice.
+    """
+
+    def __init__(self, options: RecoveryOptions, first_step: int, on_step: OnStep | None, devices: int):
+        self._options, self._on_step = options, on_step
+        self._first, self._devices = first_step, devices
+        self._records: dict[int, StepRecord] = {}
+        self._raised_in: int | None = None
+        self._since: float | None = None
+        self.restarts: list[Restart] = []
+
+    @property
+    def next(self) -> int:
+        """Return the number of the first step that is not done."""
+        return self._first + len(self._records)
+
+    def heard(self, record: StepRecord) -> None:
+        """Take a finished step of any attempt; this is an OnStep."""
+        if self._since is not None:
+            self.restarts[-1] = replace(self.restarts[-1], seconds=time.monotonic() - self._since)
+            self._since = None
+        if record.step < self.next:
+            return
+        self._records[record.step] = record
+        if self._on_step is not None:
+            self._on_step(record)
+
+    def records(self, found: Iterable[StepRecord]) -> list[StepRecord]:
+        """Return the steps of the whole run, given those of its last attempt."""
+        return sorted(({r.step: r for r in found} | self._records).values(), key=lambda r: r.step)
+
+    def check(self, error: PiperError) -> None:
+        """Raise the error of an attempt again unless the run is to be started again."""
+        self._since = time.monotonic()
+        if not self._options.restarts:
+            raise error
+        raised = isinstance(error, RankError | HangError) and not lost(error)
+        again = raised and self._raised_in == self.next
+        if not self._helps(error):
+            raise self._ended(error, "")
+        if again:
+            raise self._ended(error, f"It came again in step {self.next}, and no step was finished in between")
+        if len(self.restarts) >= self._options.restarts:
+            raise self._ended(error, f"No more restarts are allowed (restarts={self._options.restarts})")
+        self._raised_in = self.next if raised else None
+
+    def _helps(self, error: PiperError) -> bool:
+        """Return whether another attempt may go better: after a rank's failure, or when workers did not start again."""
+        if isinstance(error, NonFiniteLossError):
+            return False
+        return isinstance(error, RankError | HangError) or (bool(self.restarts) and isinstance(error, ExecutionError))
+
+    def _ended(self, error: PiperError, why: str) -> PiperError:
+        """Return the error with which the run ends, which also says why and what has been tried."""
+        tried = ""
+        if self.restarts:
+            times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
+            tried = f"The run had been started again {times}, the last time from step {self.restarts[-1].resumed}"
+        error.args = (". ".join(text for text in (str(error).rstrip("."), why, tried) if text),)
+        return error
+
+    @property
+    def replans(self) -> bool:
+        """Return whether a rank that dies takes its device with it."""
+        return self._options.replan is not None
+
+    def replanned(
+        self, error: PiperError, plan: Plan, code: ExportedCode, room: Callable[[], float]
+    ) -> tuple[Plan, ExportedCode]:
+        """Return the plan of the next attempt, with its code; `room` tells for how many ranks the workers have room.
+
+        Where devices are lost for good and too few are left, it is one for fewer ranks. Raises the error again when
+        there is none.
+        """
+        if self._options.replan is None:
+            return plan, code
+        known = room()
+        # Ranks that did not come up again: nobody knows how many, except for a launcher that knows its room.
+        unknown = int(math.isinf(known) and not isinstance(error, RankError | HangError))
+        self._devices = int(min(self._devices - len(lost(error)) - unknown, known))
+        if self._devices >= plan.mesh.world:
+            return plan, code
+        with self.ending(error, f"On {self._devices} devices the run"):
+            if self._devices < 1:
+                raise JobError("no device is left")
+            return self._options.replan(self._devices)
+
+    @contextmanager
+    def ending(self, error: PiperError, what: str = "The run") -> Iterator[None]:
+        """Raise the error of an attempt again where what is tried inside, to go on, fails."""
+        try:
+            yield
+        except PiperError as none:
+            raise self._ended(error, f"{what} cannot go on: {none}") from none
+
+    def goes_on(self, error: PiperError, resumed: int, plan: Plan, where: str) -> None:
+        """Note that the run goes on with a step, and say so; `where` says from which state."""
+        restart = Restart(self.next, type(error).__name__, str(error), lost(error), resumed, plan.mesh.world, source=where)
+        self.restarts.append(restart)
+        fewer = f" on {plan.mesh}" if self.replans else ""
+        warnings.warn(
+            f"{error}. Restart {len(self.restarts)} of {self._options.restarts}: the run goes on with step {resumed}{fewer}, "
+            f"from {where}",
+            PiperWarning,
+            stacklevel=2,
+        )
+        if self._options.on_restart is not None:
+            self._options.on_restart(restart)
+
+
+def lost(error: PiperError) -> tuple[int, ...]:
+    """Return the ranks whose process has died, as an error says."""
+    return error.lost if isinstance(error, RankError) else ()

@@ -1,0 +1,4 @@
+"""Start workers on a Ray cluster.
+
+May import: ground, processes, worker.
+"""

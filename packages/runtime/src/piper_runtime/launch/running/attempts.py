@@ -1,0 +1,178 @@
+"""Run a plan until its steps are done, again after failures where that is allowed, and return one result of it all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+from piper_ir.ground.errors import JobError, PiperError
+from piper_ir.ground.trace import BUSY_MACHINE
+from piper_ir.plan.plan import Plan
+from piper_ir.tools import time_text
+from piper_runtime.engine.trace import executed_trace
+from piper_runtime.launch.ground.progress import Progress, evaluated
+from piper_runtime.launch.ground.recovery import Recovery, lost
+from piper_runtime.launch.ground.report import MEASURED, Interrupted, RankReport, StepRecord
+from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.result import WARMUP_STEPS, Run
+from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.launch.running.beginning import Beginning, committing, next_beginning
+from piper_runtime.launch.running.inline_run import run_inline
+from piper_runtime.launch.running.launchers import Workers, launcher_kind, open_pool
+from piper_runtime.launch.running.survivors import Survivors
+from piper_runtime.launch.torchrun.joined import joined_gradients, joined_states
+from piper_runtime.rank.binding.evaluation import Evaluation
+from piper_runtime.rank.job.job import InitialState, Job
+from piper_runtime.rank.values.code import ExportedCode
+
+TRACED = (
+    "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
+    "some 30 us each, which other steps do not"
+)
+
+
+MUCH, MUCH_OF_ALL = 0.1, 0.5
+"""The parts of a step from which on waits for a core are worth a note: of the issuing thread, and of all of a rank's.
+
+Threads that carry messages wait behind those that compute, which took a third of a step on two cores with nothing
+beside them, and half to nine tenths beside other programs (examples/moe_text.py, 24 November).
+"""
+
+
+def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict[str, str]:
+    """Return a note on how long ranks waited for a core in a step, where that is much of its time."""
+    waited = [median(of) for r in reports.values() if (of := r.core_s[WARMUP_STEPS:])]
+    if period_s is None or not waited:
+        return {}
+    together = max(r.threads_s for r in reports.values())
+    if max(waited) < MUCH * period_s and together < MUCH_OF_ALL * period_s:
+        return {}
+    least, most, of_all = map(time_text, (min(waited), max(waited), together))
+    return {
+        BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with the threads that carry "
+        f"messages, up to {of_all}. An exchange waits for the latest of all these. None of it is predicted"
+    }
+
+
+def check_spares(spares: int, launcher: str, pool: Workers | None) -> None:
+    """Raise JobError when no room can be kept for this many more ranks."""
+    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+        raise JobError(f"spares={spares!r}: an integer of at least 0 is needed")
+    if spares and not launcher_kind(launcher).on_clusters:
+        raise JobError(f'spares={spares}: launcher "{launcher}" runs on this machine; launcher="ray" keeps room on others')
+    if spares and pool is not None:
+        raise JobError(f"spares={spares}: the pool that is given has its own workers; leave spares out")
+
+
+@contextmanager
+def workers_of(launcher: str, world: int, cluster: str, spares: int, pool: Workers | None) -> Iterator[Workers | None]:
+    """Yield the workers of a run: those that are given, or some of its own; None where ranks run in this process."""
+    if launcher_kind(launcher).open is None:
+        yield None
+    elif pool is not None:
+        size = pool.world
+        try:
+            yield pool
+        finally:
+            if pool.world != size:  # the run went on with fewer ranks; those of the next one are the caller's to choose
+                pool.close()
+                pool.world = size
+    else:
+        with open_pool(launcher, world, cluster=cluster, spares=spares) as own:
+            yield own
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Run one job with the same workers and options, as often as is needed.
+
+    Attributes:
+        first: where the first attempt begins.
+        options: those of the first attempt.
+        workers: None where ranks run in this process.
+        survivors: keeps what ranks have copied to memory.
+        evaluation: how the model is evaluated; None: not at all.
+    """
+
+    job: Job
+    initial: InitialState
+    first: Beginning
+    options: RunOptions
+    workers: Workers | None
+    survivors: Survivors
+    evaluation: Evaluation | None = None
+
+    def devices(self, plan: Plan, spares: int) -> int:
+        """Return how many ranks there can be at the beginning."""
+        return plan.mesh.world if self.workers is None else max(plan.mesh.world, self.workers.world) + spares
+
+    def run(self, plan: Plan, code: ExportedCode, recovery: Recovery) -> Run:
+        """Return the result of all steps; raise the error of an attempt after which the run does not go on."""
+        begin = self.first
+        while True:
+            try:
+                reports = self._attempt(plan, code, begin, recovery)
+            except Interrupted as e:
+                e.run = self._result(plan, e.reports, recovery)
+                raise
+            except PiperError as e:
+                recovery.check(e)
+                failed = plan
+                plan, code = recovery.replanned(e, plan, code, (lambda: math.inf) if self.workers is None else self.workers.room)
+                if self.workers is not None and recovery.replans:
+                    self.workers.world = plan.mesh.world
+                newest = partial(self.survivors.newest, failed, lost(e), recovery.next)
+                with recovery.ending(e):
+                    begin = next_beginning(self.first, plan, self.job, newest)
+                recovery.goes_on(e, begin.step, plan, begin.state_text)
+            else:
+                return self._result(plan, reports, recovery)
+
+    def _attempt(self, plan: Plan, code: ExportedCode, begin: Beginning, recovery: Recovery) -> Mapping[int, RankReport]:
+        """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
+        left = self.first.step + self.options.steps - begin.step
+        # Without steps, ranks only bring back the state of the checkpoint.
+        options = replace(
+            self.options, steps=left, first_step=begin.step, checkpoint=begin.checkpoint if left else None,
+            snapshots=self.survivors.options(),
+        )  # fmt: skip
+        on_step = recovery.heard if options.stream else None
+        with committing(options.checkpoint, plan, self.job, self.initial) as on_save:
+            if self.workers is None:
+                progress = Progress(plan, recovery.heard, on_save, begin.step)
+                return run_inline(
+                    plan, code, self.job, self.initial, options, progress, begin.copied or begin.saved, self.evaluation
+                )
+            requests = make_requests(plan, code, self.job, self.initial, options, begin.copied or begin.saved, self.evaluation)
+            return self.workers.run(plan, requests, options.timeout_s, on_step, on_save)
+
+    def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:
+        found: list[StepRecord] = []
+        first = min(r.first_step for r in reports.values())
+        Progress(plan, found.append, first_step=first).finish(reports)
+        records = recovery.records(found)
+        last = [*records[-1:], *found[-1:]]  # of the last attempt, where its ranks have kept it
+        losses, step_s = [r.loss for r in records], [r.step_s for r in records]
+        notes = {"peak_bytes": MEASURED} if self.options.memory else {}
+        if any(r.spans for r in reports.values()):
+            notes["traced step"] = f"{last[-1].step_s:.6g} s; {TRACED}"
+        if error := max(r.clock_error_s for r in reports.values()):
+            notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
+        period_s = median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None
+        notes |= busy_note(reports, period_s)
+        spans = {r: rep.spans for r, rep in reports.items()}
+        points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
+        waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
+        trace = executed_trace(plan, last[-1].step if last else first - 1, spans, points, losses, notes, waits)
+        return Run(
+            losses, step_s, period_s,
+            {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
+            joined_states(plan, reports), joined_gradients(plan, reports),
+            {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, self.initial, [r.batch_s for r in records],
+            records[0].step if records else first, tuple(recovery.restarts), [r.metrics for r in records],
+            {r.step: evaluated(r, self.job.metrics) for r in records if r.evaluation},
+        )  # fmt: skip

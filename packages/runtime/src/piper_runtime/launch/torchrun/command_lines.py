@@ -1,0 +1,84 @@
+"""Write the command lines that start a file's ranks on one machine or on many."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from piper_ir.ground.errors import JobError
+
+PORT, RAY_PORT = 29500, 6379
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Hold the `lines` of a shell or a file as one text, with a `title`."""
+
+    title: str
+    lines: str
+
+
+def launch_sections(
+    file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = (),
+    restarts: int = 0, of_ray: Sequence[str] = (),
+) -> dict[str, Section]:  # fmt: skip
+    """Return the commands to run a file's `world` ranks with torchrun, Slurm and Ray.
+
+    Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
+    "torchrun-nodes", "slurm" and "ray". `gpus` asks for a GPU for each rank; `arguments` are more arguments of `piper
+    run`, `of_ray` those that only Ray takes; torchrun starts failed ranks again up to `restarts` times. HEAD stands for
+    the first machine's name. Raises JobError when the ranks do not divide over the nodes.
+    """
+    nodes = nodes or (2 if world % 2 == 0 else 1)
+    if world % nodes:
+        raise JobError(f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides {world}")
+    each = world // nodes
+    text = shlex.join(["run", str(file), *arguments])
+    again = f"--max-restarts {restarts} " if restarts else ""
+    ranks = f"{again}--nproc-per-node {each} -m piper {text} --launcher processes"
+    alone = f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher processes"
+    meet = f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}"
+    return {
+        "torchrun": Section("torchrun, one machine", alone),
+        "torchrun-nodes": Section(f"torchrun, {_count(nodes, 'machine')}, the same line on each", meet),
+        "slurm": Section(f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)),
+        "ray": Section(
+            f"Ray, {_count(nodes, 'machine')}", _ray(nodes, each, gpus, shlex.join(["run", str(file), *arguments, *of_ray]))
+        ),
+    }
+
+
+def launch_text(sections: Mapping[str, Section]) -> str:
+    """Return all sections below each other, each with its title."""
+    return "\n\n".join(f"# {s.title}\n{s.lines}" for s in sections.values()) + "\n"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n > 1)}"
+
+
+def _slurm(nodes: int, each: int, gpus: bool, ranks: str) -> str:
+    lines = [
+        "#!/bin/bash",
+        "#SBATCH --job-name piper",
+        f"#SBATCH --nodes {nodes}",
+        "#SBATCH --ntasks-per-node 1",
+        f"#SBATCH --cpus-per-task {each}",
+        *([f"#SBATCH --gpus-per-node {each}"] if gpus else []),
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        f'srun torchrun --nnodes {nodes} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:{PORT}" {ranks}',
+    ]
+    return "\n".join(lines)
+
+
+def _ray(nodes: int, each: int, gpus: bool, text: str) -> str:
+    room = f"--num-cpus {each}" + (f" --num-gpus {each}" if gpus else "")
+    quiet = "--include-dashboard false --disable-usage-stats"
+    lines = [f"ray start --head --port {RAY_PORT} {room} {quiet}  # on HEAD"]
+    if nodes > 1:
+        lines.append(f"ray start --address HEAD:{RAY_PORT} {room}  # on each other machine")
+    lines.append(f"RAY_ADDRESS=HEAD:{RAY_PORT} piper {text} --launcher ray  # on HEAD")
+    lines.append("ray stop  # on each machine, afterwards")
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""Put together what the ranks that share a bucket have reported of it, each its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from piper_ir.ground.errors import ExecutionError
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Bucket, Plan
+from piper_runtime.launch.ground.report import RankReport
+from piper_runtime.rank.values.layouts import whole_of
+from piper_runtime.rank.values.store import bucket_views
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _Tensors]:
+    """Return by rank, and by name, what it has after the last step, alone or together with those that share with it."""
+    shared = {rank: report.shared_states for rank, report in reports.items()}
+    return _over_parts(plan, {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()})
+
+
+def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[_Tensors]]:
+    """Return the same of the gradients of each step; without the ranks that have reported none."""
+    out: dict[int, list[_Tensors]] = {}
+    for rank, report in reports.items():
+        steps = max(len(report.gradients), len(report.shared_gradients))
+        own = report.gradients or [{} for _ in range(steps)]
+        for step in range(steps):
+            shared = {r: rep.shared_gradients[step] if rep.shared_gradients else {} for r, rep in reports.items()}
+            out.setdefault(rank, []).append(own[step] | _whole(plan, rank, shared))
+    steps = max(map(len, out.values()), default=0)
+    whole = [_over_parts(plan, {rank: found[step] for rank, found in out.items()}) for step in range(steps)]
+    return {rank: [found[rank] for found in whole] for rank in out}
+
+
+def _over_parts(plan: Plan, found: Mapping[int, _Tensors]) -> dict[int, _Tensors]:
+    """Return tensors by rank, with those put together of which devices that share chunks have parts."""
+    layouts = {p.name: p.layout for p in plan.params if p.layout}
+    if not layouts:
+        return dict(found)
+    out = {}
+    for rank, tensors in found.items():
+        parts = {n: {r: t[n] for r, t in found.items() if n in t} for n in tensors if n in layouts}
+        out[rank] = tensors | {n: whole_of(of, layouts[n], plan.mesh, rank) for n, of in parts.items()}
+    return out
+
+
+def _whole(plan: Plan, rank: int, parts: Mapping[int, _Tensors]) -> _Tensors:
+    """Return the parameters of a rank's shared buckets, given every rank's parts by bucket."""
+    out: _Tensors = {}
+    shapes = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
+    for id in parts[rank]:
+        bucket = plan.bucket(id)
+        flat = torch.cat([parts[r][id] for r in _sharers(plan, bucket, rank)])
+        if flat.numel() != bucket.numel:
+            raise ExecutionError(f"bucket {id}: the parts that ranks report have {flat.numel()} elements of {bucket.numel}")
+        out |= bucket_views(bucket, flat, [shapes[name] for name in bucket.params])
+    return out
+
+
+def _sharers(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, ...]:
+    """Return the ranks that share a bucket with this one, in the order of their parts."""
+    channel = plan.channel(bucket.gather[bucket.roles.index(plan.role_of(rank).role)])
+    return plan.peers(channel, rank)

@@ -1,0 +1,4 @@
+"""Run the ranks of one worker, and carry messages to it.
+
+May import: ground.
+"""

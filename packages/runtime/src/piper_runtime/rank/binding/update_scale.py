@@ -1,0 +1,95 @@
+"""Make the factor by which an Update multiplies gradients: the weight of the loss, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from piper_ir.ground.errors import NonFiniteLossError
+from piper_ir.plan.plan import Part
+from piper_ir.program.ops import Update
+from piper_runtime.rank.binding.rank_state import RankState, not_finite_advice
+from piper_runtime.rank.values.store import empty_value
+
+
+def scale_of(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
+    """Return a function that makes the factor by which an Update multiplies gradients."""
+    return _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
+
+
+def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
+    values, reads = rank.store.values, part.reads
+
+    def scale() -> float:
+        scalars = [float(values[v]) for v in reads]
+        rank.gradient_norm = gradient_norm(op, scalars)
+        return gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}")
+
+    return scale
+
+
+def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
+    """Return the scale on the device; its scalars are checked when the step ends."""
+    values, found = rank.store.values, list[float]()
+
+    def check(number: float) -> None:
+        found.append(number)
+        if len(found) == len(part.reads):
+            scalars = found.copy()
+            found.clear()
+            rank.gradient_norm = gradient_norm(op, scalars)
+            gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}")
+
+    readers = [(v, rank.numbers.reader(empty_value(rank.plan, v)[1], check)) for v in part.reads]
+
+    def scale() -> float | torch.Tensor:
+        for v, read in readers:
+            read(values[v])
+        return device_scale(op, [values[v] for v in part.reads])
+
+    return scale
+
+
+def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tensor:
+    """Return `gradient_scale` of scalars on a device, in float64 there and without its checks."""
+    scale = scalars[0].double().reciprocal() if op.weighted else 1.0
+    if op.clip is None:
+        return scale
+    magnitude = scale.abs() if isinstance(scale, torch.Tensor) else abs(scale)
+    return scale * (op.clip / (scalars[-1].double().sqrt() * magnitude + 1e-6)).clamp(max=1.0)
+
+
+def gradient_norm(op: Update, scalars: list[float]) -> float | None:
+    """Return the norm of the gradient before it is clipped; None where it is not clipped, or is no number.
+
+    `scalars` are those of `gradient_scale`.
+    """
+    weight = scalars[0] if op.weighted else 1.0
+    if op.clip is None or not weight or not math.isfinite(scalars[-1]):
+        return None
+    return math.sqrt(scalars[-1]) / abs(weight)
+
+
+def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
+    """Return the one factor by which Update multiplies gradients.
+
+    `scalars` are [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is
+    torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)). Raises NonFiniteLossError when
+    the weights sum to zero or the norm is not finite.
+    """
+    weight = scalars[0] if op.weighted else 1.0
+    if not weight:
+        raise NonFiniteLossError(
+            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; mask fewer rows"
+        )
+    scale = 1.0 / weight
+    if op.clip is None:
+        return scale
+    if not math.isfinite(scalars[-1]):
+        raise NonFiniteLossError(
+            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; "
+            + not_finite_advice(op.clip)
+        )
+    return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))

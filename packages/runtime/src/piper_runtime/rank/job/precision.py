@@ -1,0 +1,112 @@
+"""Describe the dtypes of a job: of its parameters, of forward and backward, and of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from piper_ir.ground.errors import JobError
+from piper_ir.ground.keywords import checked_fields
+from piper_runtime.rank.job.job_advice import dtype_problem
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The accepted dtypes by torch's names, widest first."""
+
+
+@checked_fields(JobError)
+@dataclass(frozen=True)
+class Precision:
+    """Hold dtypes by torch's names; raise JobError for those that do not go together.
+
+    Where a parameter's dtype in forward and backward is not `params`, a rank keeps it twice: a copy that they read, and
+    a master in `params`, which the optimizer updates and from which the copy is written after every update.
+
+    Attributes:
+        params: the dtype of parameters as the optimizer, a state_dict and the user see them, and of optimizer state.
+        compute: the dtype of parameters in forward and backward, of activations, and of floating-point batch tensors;
+            None for that of `params`.
+        reduce: the dtype in which gradients of microbatches are summed and reduced over ranks; None for that of
+            `params`.
+        keep: pattern of parameter names, such as "*.router.*" -> the dtype of these parameters in forward and backward,
+            instead of `compute`. The first pattern that matches counts.
+    """
+
+    params: str = "float32"
+    compute: str | None = None
+    reduce: str | None = None
+    keep: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("params", "compute", "reduce"):
+            value = getattr(self, name)
+            if value not in DTYPES and not (value is None and name != "params"):
+                raise JobError(dtype_problem(name, value, DTYPES))
+        self._check_narrower("compute", self.compute or self.params)
+        if not isinstance(self.keep, Mapping):
+            raise JobError(
+                f"Precision(keep={self.keep!r}): a dict of patterns and dtypes is needed, such as {{'*.router.*': 'float32'}}"
+            )
+        for pattern, value in self.keep.items():
+            if value not in DTYPES:
+                raise JobError(dtype_problem(f"keep={{{pattern!r}: ...}}", value, DTYPES))
+            self._check_narrower(f"keep[{pattern!r}]", value)
+
+    def _check_narrower(self, name: str, value: str) -> None:
+        """Refuse a wider dtype than the optimizer's: what is computed with would be made of fewer digits."""
+        order = list(DTYPES)
+        if order.index(value) < order.index(self.params):
+            raise JobError(
+                f"Precision(params={self.params!r}): {name} is {value}, which is wider than the parameters; they would only be "
+                f"padded. Give params={value!r}, or a {name} of at most {self.params}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return torch's dtype of `params`."""
+        return DTYPES[self.params]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return torch's dtype of `compute`."""
+        return DTYPES[self.compute or self.params]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Return torch's dtype of `reduce`."""
+        return DTYPES[self.reduce or self.params]
+
+    @property
+    def batch_dtype(self) -> torch.dtype:
+        """Return torch's dtype of targets, and of what else of a batch is not cast to `compute`."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def sums_in(self) -> torch.dtype | None:
+        """Return the dtype of gradient accumulators; None where forward and backward have that of every parameter."""
+        alike = {self.compute_dtype, *self.kept.values()} == {self.reduce_dtype}
+        return None if alike else self.reduce_dtype
+
+    @property
+    def kept(self) -> dict[str, torch.dtype]:
+        """Return torch's dtypes of `keep`, by pattern."""
+        return {pattern: DTYPES[name] for pattern, name in self.keep.items()}
+
+    @property
+    def key(self) -> str:
+        """Return the text of everything that a capture depends on."""
+        return f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}"
+
+
+class PrecisionField:
+    """Hold the field `Job.precision`, which is a Precision for its readers; the name of a dtype is one for all."""
+
+    def __get__(self, job: object | None, owner: type | None = None) -> Precision:
+        if job is None:
+            return Precision()
+        found: Precision = vars(job)["precision"]
+        return found
+
+    def __set__(self, job: object, value: Precision | str) -> None:
+        vars(job)["precision"] = Precision(value) if isinstance(value, str) and value in DTYPES else value

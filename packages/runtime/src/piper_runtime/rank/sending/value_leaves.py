@@ -1,0 +1,203 @@
+"""Take a value apart into leaves that can be compared in another process, each with a text for people."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import datetime
+import decimal
+import fractions
+import functools
+import hashlib
+import pathlib
+import re
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from enum import Enum
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from piper_runtime.rank.sending.code_names import cells, home_of, names_in
+
+
+class Leaf(NamedTuple):
+    """Hold a text for people, and a digest of the content; the digest is "" where only the text is compared."""
+
+    text: str
+    digest: str
+
+
+LeavesByPath = dict[str, Leaf]
+"""The type of leaves by path in the value, such as "[key].attribute"."""
+MOST_DEPTH, MOST_LEAVES = 8, 2000
+"""The depth and the number of the leaves of one value; those beyond are not compared."""
+MOST_BYTES = 2**20
+"""The most bytes of an array or text that are read; of a larger one its ends, of half as many bytes each."""
+MOST_TEXT = 60
+MOST_ITEMS = 200_000
+"""The most items of a list of numbers or texts that are read."""
+_OF_PYTEST = "@pytest_ar"
+"""A name in code whose assertions pytest has rewritten, so that it differs from that of another process."""
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
+    datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, re.Pattern,
+)  # fmt: skip
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
+
+
+def leaves_of(value: object, written: Set[str] = frozenset()) -> LeavesByPath:
+    """Return the leaves of a value, without attributes that have a name in `written`."""
+    return dict(islice(_leaves(value, "", written, ()), MOST_LEAVES))
+
+
+def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -> Iterator[tuple[str, Leaf]]:
+    """Yield the leaves of a value at a path; those of what it stands in are not yielded again."""
+    if id(value) in around or len(around) > MOST_DEPTH:
+        return
+    around = (*around, id(value))
+    inner: list[tuple[str, object]] = []
+    match value:
+        case Enum():
+            yield path, _leaf(str(value))
+        case object() if isinstance(value, _PLAIN):
+            yield path, _leaf(repr(value))
+        case torch.Tensor():
+            yield path, _tensor(value)
+        case object() if (view := _view(value)) is not None:
+            yield path, _buffer(value, view)
+            inner = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+            if "O" in view.format and hasattr(value, "tolist"):
+                inner.append(("[:]", value.tolist()))
+        case types.FunctionType():
+            yield from _function(value, path, written, inner)
+        case types.BuiltinFunctionType():
+            yield path, _leaf(f"the function {value.__module__}.{value.__qualname__}")
+        case type():
+            yield path, _leaf(f"the class {value.__module__}.{value.__qualname__}")
+        case types.MethodType():
+            inner = [(".__func__", value.__func__), (".__self__", value.__self__)]
+        case functools.partial():
+            inner = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+        case weakref.ref():
+            inner = [("()", value())]
+        case contextvars.ContextVar():
+            inner = [(".get()", value.get(None))]
+        case property():
+            inner = [(".fget", value.fget), (".fset", value.fset)]
+        case classmethod() | staticmethod():
+            inner = [("", value.__func__)]
+        case Mapping():
+            inner = [(f"[{_short(repr(key))}]", item) for key, item in _items(value)]
+            inner.append((" (length)", len(value)))
+        case list() | tuple() | deque():
+            if all(isinstance(item, _PLAIN) for item in islice(value, MOST_ITEMS)):
+                yield path, _leaf(repr(list(islice(value, MOST_ITEMS))))
+            else:
+                inner = [(f"[{index}]", item) for index, item in enumerate(islice(value, MOST_LEAVES))]
+            inner.append((" (length)", len(value)))
+        case set() | frozenset():
+            items = [repr(sorted((p, leaf.digest) for p, leaf in _leaves(item, "", written, around))) for item in value]
+            yield path, Leaf(f"a set of {len(value)}", _digest(repr(sorted(items)).encode()))
+        case torch.nn.Module():
+            yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
+            inner = [(f".{name}", tensor) for name, tensor in value.state_dict(keep_vars=True).items()]
+        case _:
+            yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
+            if isinstance(value, _NAMESPACES) or home_of(type(value).__module__) == "user":
+                inner = [(f".{name}", item) for name, item in _attributes(value) if f".{name}" not in written]
+    for step, item in inner:
+        yield from _leaves(item, path + step, written, around)
+
+
+def _function(
+    value: types.FunctionType, path: str, written: Set[str], inner: list[tuple[str, object]]
+) -> Iterator[tuple[str, Leaf]]:
+    """Yield the leaf of a function: its name, and the code of a user's function.
+
+    Adds its default arguments, its attributes, and the variables of functions around it, to `inner`.
+    """
+    home, text = home_of(value.__globals__.get("__name__")), f"the function {value.__module__}.{value.__qualname__}"
+    compared = home == "user" and _OF_PYTEST not in names_in(value.__code__)[2]
+    yield path, Leaf(text, _digest(_code(value.__code__).encode()) if compared else "")
+    if home == "user":
+        inner += [(f"(default {index})", item) for index, item in enumerate(value.__defaults__ or ())]
+        inner += [(f"({name})", item) for name, item in (value.__kwdefaults__ or {}).items()]
+        around = zip(value.__code__.co_freevars, cells(value))
+        marks = ((name, item) for name, item in vars(value).items() if not name.startswith("__") and f".{name}" not in written)
+        inner += [(f".{name}", item) for name, item in marks]
+        inner += [(f"(variable {name})", item) for name, item in around if f"({name})" not in written]
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [_code(part) if isinstance(part, types.CodeType) else _constant(part) for part in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _tensor(value: torch.Tensor) -> Leaf:
+    look = f"a tensor of {value.dtype} {list(value.shape)}"
+    if value.layout is not torch.strided or value.is_meta or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return _leaf(look)
+    raw = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return Leaf(look, _digest(_ends(raw)))
+
+
+def _view(value: object) -> memoryview | None:
+    """Return the memory of an array, a number of numpy's, or another buffer."""
+    try:
+        return memoryview(value)  # type: ignore[arg-type]  # what has none raises
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def _buffer(value: object, view: memoryview) -> Leaf:
+    """Return the leaf of a buffer; of one of objects, or a large one with gaps, its look alone is compared."""
+    look = f"a {type(value).__name__} of {view.format!r} {list(view.shape or ())}"
+    if "O" in view.format or not (view.c_contiguous or view.nbytes <= MOST_BYTES):
+        return _leaf(look)
+    return Leaf(
+        _short(repr(value)) if not view.shape else look, _digest(_ends(view.cast("B") if view.c_contiguous else view.tobytes()))
+    )
+
+
+def _ends(data: Any) -> bytes:
+    if len(data) <= MOST_BYTES:
+        return bytes(data)
+    return bytes(data[: MOST_BYTES // 2]) + bytes(data[-MOST_BYTES // 2 :])
+
+
+def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    try:
+        return list(islice(value.items(), MOST_LEAVES))
+    except Exception:  # of whatever kind: of another package's container, which is then compared by its length
+        return []
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield an object's attributes, without those that a `cached_property` keeps."""
+    kinds = type(value).__mro__
+    slots = [name for kind in kinds for name in vars(kind).get("__slots__", ()) if isinstance(name, str)]
+    for name, item in (*getattr(value, "__dict__", {}).items(), *((n, getattr(value, n)) for n in slots if hasattr(value, n))):
+        if not any(isinstance(vars(kind).get(name), functools.cached_property) for kind in kinds):
+            yield name, item
+
+
+def _leaf(text: str) -> Leaf:
+    return Leaf(_short(text), _digest(text.encode("utf-8", "surrogatepass")))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

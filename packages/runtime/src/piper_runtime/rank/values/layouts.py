@@ -1,0 +1,127 @@
+"""Take apart what the devices of an axis share, and put it together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan import Plan
+from piper_ir.program.layout import DimPart, Layout, places
+from piper_runtime.weights import LazyTensors
+
+
+def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Return a rank's part of a tensor."""
+    for part, degree, place in places(layout, mesh, rank):
+        shape = whole.shape
+        own = shape[part.dim] // degree
+        split = whole.reshape(*shape[: part.dim], part.outer, degree, own // part.outer, *shape[part.dim + 1 :])
+        whole = split.select(part.dim + 1, place).reshape(*shape[: part.dim], own, *shape[part.dim + 1 :])
+    return whole
+
+
+def whole_of(parts: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Return the tensor of which the ranks have parts: of those that share it with `rank`."""
+    if not layout:
+        return parts[rank]
+    first, *rest = layout
+    coords = mesh.coords(rank)
+    mates = [mesh.rank({**coords, first.axis: k}) for k in range(mesh.size(first.axis))]
+    return joined([whole_of(parts, tuple(rest), mesh, mate) for mate in mates], first.dim, first.outer)
+
+
+def joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+    """Return the tensor whose dimension is [outer, n, rest], given its n parts."""
+    shape = parts[0].shape
+    split = [p.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]) for p in parts]
+    return torch.stack(split, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRun:
+    """Say that elements of a part lie one behind the other in the whole tensor, both in row-major order."""
+
+    own: int
+    whole: int
+    numel: int
+
+
+def runs(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int) -> Iterator[ElementRun]:
+    """Yield where the elements [begin, end) of a rank's part of this shape lie in the whole tensor."""
+    there = places(layout, mesh, rank)
+    unit = min((shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there), default=prod(shape))
+    found: ElementRun | None = None
+    at = begin
+    while at < end:
+        numel = min(unit - at % unit, end - at)
+        first = _in_whole(shape, there, at)
+        if found is not None and found.whole + found.numel == first:
+            found = ElementRun(found.own, found.whole, found.numel + numel)
+        else:
+            if found is not None:
+                yield found
+            found = ElementRun(at, first, numel)
+        at += numel
+    if found is not None:
+        yield found
+
+
+def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], at: int) -> int:
+    """Return where an element of a part is in the whole tensor."""
+    sizes = list(shape)
+    index: list[int] = []
+    for size in reversed(sizes):
+        at, k = divmod(at, size)
+        index.insert(0, k)
+    for part, degree, place in reversed(there):
+        rest = sizes[part.dim] // part.outer
+        outer, inner = divmod(index[part.dim], rest)
+        index[part.dim] = (outer * degree + place) * rest + inner
+        sizes[part.dim] *= degree
+    found = 0
+    for size, k in zip(sizes, index, strict=True):
+        found = found * size + k
+    return found
+
+
+class OwnParts(Mapping[str, torch.Tensor]):
+    """Give a rank's parts of tensors, each taken when it is asked for."""
+
+    def __init__(self, whole: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], mesh: Mesh, rank: int) -> None:
+        self._whole, self._layouts, self._mesh, self._rank = whole, layouts, mesh, rank
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        layout = self._layouts.get(name, ())
+        if layout and isinstance(self._whole, LazyTensors) and self._whole.in_file(name):
+            return self._read(self._whole, name, layout)
+        return part_of(self._whole[name], layout, self._mesh, self._rank)
+
+    def _read(self, files: LazyTensors, name: str, layout: Layout) -> torch.Tensor:
+        """Return a part of a tensor of a file, of which only its bytes are read."""
+        shape = list(files.forms[name].shape)
+        for part, degree, _ in places(layout, self._mesh, self._rank):
+            shape[part.dim] //= degree
+        found = [
+            files.flat(name, run.whole, run.whole + run.numel)
+            for run in runs(shape, layout, self._mesh, self._rank, 0, prod(shape))
+        ]
+        return torch.cat(found).view(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+def own_parts(plan: Plan, rank: int, whole: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the parameters of a model as a rank has them."""
+    layouts = {p.name: p.layout for p in plan.params if p.layout}
+    return OwnParts(whole, layouts, plan.mesh, rank) if layouts else whole

@@ -1,0 +1,4 @@
+"""Capture jobs, and keep captures between commands.
+
+May import: content.
+"""

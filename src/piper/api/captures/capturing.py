@@ -1,0 +1,274 @@
+"""Keep captures of models, so that jobs of the same content share one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from piper.api.captures.kept_captures import forget, kept_folder, kept_or_made, write_first
+from piper_compiler import ASKED_FOR
+from piper_ir.ground.errors import CaptureError
+from piper_ir.program.layout import Sharding
+from piper_ir.program.ops import CHECKPOINT
+from piper_ir.program.program import Program
+from piper_ir.tools import no_garbage_collection, working
+
+if TYPE_CHECKING:
+    import torch
+
+    from piper_compiler.capture import Captured, Traced
+    from piper_runtime import Job
+
+
+MOST_CAPTURES = 16
+"""The number of captured models that are kept; the oldest goes first."""
+
+
+_CAPTURES: dict[CaptureKey, Traced | Captured] = {}
+
+_HELD: list[dict[tuple[object, ...], tuple[Job, Traced | Captured]]] = []
+"""The captures by the objects of their jobs, while `captured_once` holds them, with the jobs that have these ids."""
+
+
+_BATCHES: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """Hold everything that a capture depends on; jobs with equal keys share one capture.
+
+    Attributes:
+        model: Code and values of the model function, or of what it makes where that may depend on more.
+        loss: Code and values of the loss, and of what someone has put in place of torch's functions and settings.
+        batch: Structure, shapes and dtypes of a batch.
+        precision: The dtypes of parameters, batch and gradient accumulators.
+        costs: Code and values of the costs of operators that `piper.op_cost` has set.
+        settings: torch's settings that operations depend on.
+    """
+
+    model: str
+    loss: str
+    batch: str
+    precision: str
+    costs: str
+    settings: tuple[str, ...]
+
+
+def program_at(captured: Captured, rows: int) -> Program:
+    """Return the program for microbatches of `rows` rows.
+
+    It has affine sizes, after a check that the captured path holds at that many rows. One row has a program of its own,
+    because sizes are not affine there. Raises CaptureError where the model takes another path; the capture is not used
+    again then.
+    """
+    from piper_compiler.capture import check_rows
+
+    try:
+        if rows == 1:
+            return captured.bind(1)
+        check_rows(captured.forward, rows)
+    except CaptureError:
+        for key in [key for key, kept in _CAPTURES.items() if kept.forward is captured.forward]:
+            forget(_CAPTURES.pop(key), remove=True)
+        raise
+    return captured.program
+
+
+def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
+    """Return a capture whose program has variants for these policies, and for what the model asks to make again."""
+    from piper_compiler.capture import with_policies
+
+    if any(CHECKPOINT in c.coords for c in captured.program.chunks):
+        policies = (*policies, ASKED_FOR)
+    return with_policies(captured, policies) if policies else captured
+
+
+def layered_by(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
+    """Return the capture that is cut at the layers that are asked for; none stand for the usual ones."""
+    from piper_compiler.capture import with_layers
+
+    with working("cutting the model at its layers"), no_garbage_collection():
+        made = with_layers(traced, asked)
+    write_first(traced)
+    return made
+
+
+def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
+    """Return a capture for devices that share its chunks."""
+    from piper_compiler.capture import with_shardings
+
+    return with_shardings(captured, shardings) if shardings else captured
+
+
+def captured_job(job: Job, evaluating: bool = False) -> Captured:
+    """Return the capture of a job's model with its usual layers; see `traced_job`."""
+    return under_policies(layered_by(traced_job(job, evaluating), ()), ())
+
+
+@contextmanager
+def captured_once() -> Iterator[None]:
+    """Capture the same model, batch and loss once inside of the `with`, also where their content cannot be compared.
+
+    It is for what one command or one call does with one job, in which nobody changes what these depend on.
+    """
+    if _HELD:
+        yield
+        return
+    _HELD.append({})
+    try:
+        yield
+    finally:
+        _HELD.clear()
+
+
+def _objects_of(job: Job, evaluating: bool) -> tuple[object, ...]:
+    """Return what is equal for jobs whose fields, as far as a capture sees them, are the same objects."""
+    functions = (job.model, job.batch, job.loss, *job.metrics.values())
+    return (*map(id, functions), *job.metrics, job.precision.key, job.shared_names, job.batch_norm, evaluating)
+
+
+def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
+    """Return a job's model, traced; see `captured_once` for how often.
+
+    With `evaluating` the model is in eval mode.
+    """
+    if not _HELD:
+        return _traced_anew(job, evaluating)
+    objects = _objects_of(job, evaluating)
+    if objects not in _HELD[-1]:
+        _HELD[-1][objects] = job, _traced_anew(job, evaluating)
+    return _HELD[-1][objects][1]
+
+
+def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
+    """Return a job's model, traced. Jobs that differ only in what capture does not see share one.
+
+    A job of which it is not known whether it is like an earlier one is captured anew. Raises CaptureError inside of
+    modes of torch that change what is traced.
+    """
+    from piper_compiler.capture import check_context
+
+    check_context()
+    key = capture_key(job, evaluating=evaluating)
+    if key is None:
+        return _capture(job, evaluating)
+    if key not in _CAPTURES:
+        if len(_CAPTURES) == MOST_CAPTURES:
+            forget(_CAPTURES.pop(next(iter(_CAPTURES))))
+        _CAPTURES[key] = kept_or_made(partial(_content_on_disk, job, evaluating), partial(_capture, job, evaluating))
+    return _CAPTURES[key]
+
+
+def _content_on_disk(job: Job, evaluating: bool) -> str | None:
+    """Return what a capture in a file depends on: its messages name the user's lines, so these count too."""
+    if kept_folder() is None:
+        return None
+    key = capture_key(job, lines=True, evaluating=evaluating)
+    return None if key is None else repr(key)
+
+
+def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> CaptureKey | None:
+    """Return what the capture of a job depends on; None where that cannot be told.
+
+    The model counts by its function, if that depends on nothing else, such as a file; otherwise it is made, without
+    bytes, and counts by what was made. A batch counts by what two of its rows look like; where the batch function
+    depends on nothing else, it is called once.
+    """
+    import torch
+
+    from piper.api.content.content import content_of
+    from piper.api.content.replaced import replaced_in_torch
+    from piper_compiler.capture import built_model, own_replacements, tracer_settings
+    from piper_ops import own_costs
+    from piper_runtime.rank import of_outputs
+
+    model = content_of(job.model, runs=True, lines=lines)
+    if model is None:  # made before anything else is looked at: that may import what replaces functions of torch
+        made = content_of(built_model(job.model), lines=lines)
+        if made is None:
+            return None
+        model = f"made {made}"
+    measured = dict(of_outputs(job.metrics))
+    said = (job.loss, own_replacements(), replaced_in_torch(), tracer_settings(), *([measured] if measured else []))
+    loss, costs = content_of(*said, lines=lines, tensors=True), content_of(own_costs(), runs=True)
+    if loss is None or costs is None:
+        return None
+    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    return CaptureKey(
+        f"evaluated {model}" if evaluating else model,
+        loss,
+        f"{_batch_of(job)} {job.shared_names} {job.batch_norm} {job.loss_over}",
+        job.precision.key,
+        costs,
+        tuple(map(str, settings)),
+    )
+
+
+def _batch_of(job: Job) -> str:
+    """Return what rows of the batch look like."""
+    from piper.api.content.content import content_of
+
+    content = content_of(job.batch, runs=True)
+    if content is None:
+        return _looks(job)
+    if content not in _BATCHES:
+        if len(_BATCHES) == MOST_CAPTURES:
+            _BATCHES.pop(next(iter(_BATCHES)))
+        _BATCHES[content] = _looks(job)
+    return _BATCHES[content]
+
+
+def _looks(job: Job) -> str:
+    """Return the structure, shapes and dtypes of the rows that a capture asks for, without the number of rows.
+
+    Which tensors lie in the same memory counts, too.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from piper_compiler.capture import ASKED_ROWS, sharing_memory
+    from piper_ops import batch_pair
+    from piper_runtime.rank import call_batch
+
+    rows = range(min(ASKED_ROWS, job.global_batch))
+    result = call_batch(job.batch, 0, rows)
+    leaves, structure = pytree.tree_flatten(batch_pair(result) or result)
+    tensors = {str(k): leaf for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    looks = [_look(leaf, len(rows)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+    return f"{structure} {looks} {sharing_memory(tensors)}"
+
+
+def _look(tensor: torch.Tensor, rows: int) -> str:
+    """Return the dtype and shape of a tensor, and whether its first dimension is the rows, or it has none."""
+    from piper_ops import is_shared
+
+    if is_shared(tensor, "", ()):
+        return f"{tensor.dtype} {tuple(tensor.shape)} shared"
+    of_rows = tensor.shape[:1] == (rows,)
+    return f"{tensor.dtype} {tuple(tensor.shape[of_rows:])} {of_rows}"
+
+
+def _capture(job: Job, evaluating: bool = False) -> Traced:
+    from piper_compiler.capture import trace
+    from piper_runtime.rank import call_batch, of_outputs
+
+    batch, given = partial(call_batch, job.batch, 0), job.precision
+    with working("capturing the model in eval mode" if evaluating else "capturing the model"), no_garbage_collection():
+        return trace(
+            job.model,
+            batch,
+            job.loss,
+            dtype=given.compute_dtype,
+            reduce=given.sums_in,
+            keep=given.kept,
+            wide=given.batch_dtype,
+            most=job.global_batch,
+            shared=job.shared_names,
+            statistics=job.batch_norm is not None,
+            metrics=of_outputs(job.metrics),
+            evaluating=evaluating,
+            whole_batch=job.loss_over == "batch",
+        )

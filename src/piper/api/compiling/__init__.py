@@ -1,0 +1,4 @@
+"""Compile a job with a strategy, and refuse what a plan cannot train.
+
+May import: captures.
+"""

@@ -1,0 +1,4 @@
+"""Digest the content of a user's callables.
+
+May import: ground.
+"""

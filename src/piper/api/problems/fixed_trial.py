@@ -1,0 +1,77 @@
+"""Answer the suggestions of a strategy for one choice of its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from piper_ir.ground.errors import JobError
+
+Answer = TypeVar("Answer")
+
+
+class FixedTrial:
+    """Answer a strategy's `trial.suggest_*` calls with given values, as `-p name=value` does.
+
+    Args:
+        params: The values, by name.
+        free: Names of integers that are answered whatever the strategy would accept.
+        flag: The name of the option in messages.
+    """
+
+    def __init__(self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p") -> None:
+        self._params, self._free, self._flag = dict(params), frozenset(free), flag
+        self.answers: dict[str, Any] = {}
+        """The answers so far, by name."""
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        text = self._text(name, f"one of {', '.join(map(str, choices))}")
+        if name in self._free:
+            return self._answer(name, int(text))
+        for choice in choices:
+            if str(choice) == text:
+                return self._answer(name, choice)
+        raise JobError(f"{self._flag} {name}={text}: one of {', '.join(map(str, choices))} is accepted")
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        text = self._text(name, f"an integer in {low}..{high}")
+        if name in self._free:
+            return self._answer(name, int(text))
+        if (
+            not re.fullmatch(r"-?\d{1,18}", text, re.ASCII)
+            or not low <= int(text) <= high
+            or (not log and (int(text) - low) % step)
+        ):
+            raise JobError(f"{self._flag} {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
+        return self._answer(name, int(text))
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+        text = self._text(name, f"a number in {low}..{high}")
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        on_grid = step is None or abs((value - low) / step - round((value - low) / step)) < 1e-9
+        if not low <= value <= high or not on_grid:
+            steps = "" if step is None else f" (step {step})"
+            raise JobError(f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted")
+        return self._answer(name, value)
+
+    def _answer(self, name: str, value: Answer) -> Answer:
+        self.answers[name] = value
+        return value
+
+    def _text(self, name: str, accepted: str) -> str:
+        if name not in self._params:
+            raise JobError(f"the strategy asks for {name!r}; give it as -p {name}=VALUE ({accepted})")
+        return self._params[name]
+
+    def check_all_used(self, given: Iterable[str]) -> None:
+        """Raise JobError for a name among `given` that the strategy did not ask for."""
+        unknown = sorted(set(given) - self.answers.keys())
+        if unknown:
+            raise JobError(
+                f"{self._flag} {unknown[0]}=...: the strategy has no parameter of that name; "
+                f"it has {', '.join(sorted(self.answers)) or 'none'}"
+            )

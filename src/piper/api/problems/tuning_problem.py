@@ -1,0 +1,45 @@
+"""Make the problem of a search from a job or a program."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from piper.api.captures.capturing import layered_by, program_at, shared_by, under_policies
+from piper.api.compiling.compiling import trained_job
+from piper_autotune import TuningProblem, Wanted
+from piper_ir.program.costs import Costs
+from piper_ir.program.program import Program
+from piper_simulator import Cluster, CostModelFactory, DeviceModel
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+
+def problem_of(
+    source: Job | Program,
+    cluster: Cluster | None,
+    costs: Costs | None,
+    limit: int | None,
+    global_batch: int | None,
+    model: CostModelFactory = DeviceModel,
+) -> tuple[TuningProblem, dict[str, Any]]:
+    """Return the tuning problem, and the keywords that bring a job's programs to the workers."""
+    if isinstance(source, Program):
+        return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
+    captured, spec, training = trained_job("tune", source, global_batch)
+    one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
+    per_row = source.tokens_per_row
+    tokens = None if per_row is None else per_row * source.global_batch
+    known = captured.program, source.global_batch, training, cluster, costs, limit, one_role
+    problem = TuningProblem(*known, model=model, tokens_per_step=tokens)
+    modules: tuple[ModuleType, ...] = (
+        import_module(type(spec).__module__),
+    )  # by value: a worker that imported it would import torch
+
+    def under(wanted: Wanted) -> Program:
+        found = under_policies(shared_by(layered_by(captured, wanted.layers), wanted.shardings), wanted.policies)
+        return program_at(found, wanted.rows) if wanted.rows else found.program
+
+    return problem, {"at_rows": lambda rows: program_at(captured, rows), "under": under, "modules": modules}

@@ -1,0 +1,4 @@
+"""Execute, emulate, profile and tune.
+
+May import: captures, compiling, content, ground, problems.
+"""

@@ -1,0 +1,87 @@
+"""Run the `emulated` launcher for users: real processes sleep for the durations of the simulator's cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper.api.compiling.compiling import Compiled
+from piper.api.ground.clusters import chosen_cluster, local_cluster
+from piper.api.ground.results import new_folder, save_run, unless_empty
+from piper_ir.fold.timing import prepare
+from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
+from piper_runtime.launch import Durations, Emulation
+from piper_runtime.launch import emulate as run
+from piper_simulator import Cluster, CostModelFactory, DeviceModel, given_only, model_for, split
+
+if TYPE_CHECKING:
+    from piper_runtime.launch import Pool
+
+
+def emulate(
+    compiled: Compiled,
+    *,
+    steps: int = 1,
+    cluster: str | Cluster | None = "auto",
+    costs: Costs | None = None,
+    model: CostModelFactory = DeviceModel,
+    timeout_s: float = 60,
+    trace: bool = False,
+    out: str | Path | None = None,
+    pool: Pool | None = None,
+) -> Emulation:
+    """Run a compiled strategy on real processes of this machine that sleep instead of computing.
+
+    An instruction sleeps for its duration in `simulate` on `cluster` with `costs` and `model`.
+
+    Args:
+        compiled: The compiled strategy.
+        steps: Steps to run.
+        cluster: The cluster to imitate. "auto" is this machine; a program with given durations needs none.
+        costs: Measured durations.
+        model: The cost model.
+        timeout_s: As in `piper_runtime.launch.processes.emulation.emulate`.
+        trace: As in `piper_runtime.launch.processes.emulation.emulate`.
+        out: Times and trace go to a new folder below this one.
+        pool: Processes to use again.
+
+    Errors are those of `simulate` and of `piper_runtime.launch.processes.emulation.emulate`.
+    """
+    from piper_ir.verify import verify
+
+    verify(compiled.plan)
+    device = emulated_cluster(compiled.plan, cluster)
+    plan = split(compiled.plan, device, shared=False).plan  # slow ranks sleep longer than others of their role
+    durations = durations_on(plan, device, costs, model)
+    folder = new_folder(Path(out), "emulated") if out is not None else None
+    with unless_empty(folder):
+        result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+    if plan is not compiled.plan:
+        result = replace(result, trace=replace(result.trace, plan_key=compiled.plan.key))
+    if folder is not None:
+        save_run(folder, result, compiled.plan.tokens_per_step)
+    return result
+
+
+def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
+    """Return the cluster to imitate, None where the plan needs none; raise ClusterError for an unknown name."""
+    if cluster == "auto" and given_only(plan):
+        return None
+    return local_cluster() if cluster == "auto" else chosen_cluster(cluster)
+
+
+def durations_on(
+    plan: Plan, cluster: Cluster | None, costs: Costs | None = None, model: CostModelFactory = DeviceModel
+) -> Durations:
+    """Return the duration of every instruction in `simulate`; a communication's is that on its first member."""
+    cost_model = model_for(plan, cluster, costs, model)
+    seconds = [cost_model.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    prepared = prepare(plan)
+    for members in prepared.groups:
+        for node in members:
+            seconds[node] = seconds[members[0]]
+    first = dict(zip(prepared.roles, prepared.offsets))
+    by_role = {r.role: tuple(seconds[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
+    return Durations(by_role, plan.hop, cost_model.issue_s)

@@ -1,0 +1,1 @@
+"""The command line and the front door: messages, refusals, examples, exit codes."""

@@ -1,0 +1,456 @@
+"""Compositions of a model, a mesh and directives, and how each is compiled, run in one process and judged against one device.
+
+A Composition says everything in plain fields, so that a failing one can be pasted into a test. Models are those of
+tests/helpers/models.py, each captured once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+from typing import Any, Literal
+
+import torch
+
+import piper
+from piper.api.captures import capturing
+from piper.api.compiling.compiling import Compiled
+from piper_compiler import (
+    Options,
+    Strategy,
+    order,
+    overlap,
+    place,
+    recipes,
+    recompute,
+    replicate,
+    shard,
+    split,
+    split_backward,
+    stream,
+)
+from piper_compiler.capture import Captured
+from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import Where, where
+from piper_ir.plan.plan import Plan
+from piper_ir.program.program import Chunk, Program
+from piper_runtime.launch.ground.result import Run
+from piper_runtime.launch.running.run import execute
+from piper_runtime.rank.job.job import Job
+from piper_runtime.rank.job.precision import Precision
+from tests.helpers import models, parity
+
+capturing.MOST_CAPTURES = 100  # this suite has more models than a user's session
+
+Named = list[tuple[str, torch.nn.Parameter]]
+Phase = Literal["F", "B", "I", "W"]
+Schedule = str
+Task = tuple[int, Phase, int]
+"""Group of chunks, phase, microbatch."""
+
+
+def sgd(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def adam(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for _, p in named], lr=0.01)
+
+
+def adamw(named: Named) -> torch.optim.Optimizer:
+    """Decay for matrices only: groups that depend on names and full shapes."""
+    plain = [p for n, p in named if p.ndim < 2 or n.startswith("embed")]
+    decayed = [p for n, p in named if not (p.ndim < 2 or n.startswith("embed"))]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}], lr=0.01)
+
+
+def rmsprop(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop([p for _, p in named], lr=0.01)
+
+
+def adafactor(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for _, p in named], lr=0.01, eps=(1e-4, 1e-3))  # true zeros make no steps of rounding
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+Maker = Callable[[Named], torch.optim.Optimizer]
+OPTIMIZERS: Mapping[str, Maker] = {"sgd": sgd, "adam": adam, "adamw": adamw, "rmsprop": rmsprop, "adafactor": adafactor}
+
+
+MIXED = {
+    "mixed": Precision(params="float64", compute="float32"),
+    "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
+    "narrow sums": Precision(params="float64", compute="float32", reduce="float32"),
+}
+"""Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where they
+can be compared."""
+
+
+def precision_of(name: str) -> Precision:
+    """Return the precision of a composition: one of `MIXED`, or one dtype for all."""
+    return MIXED.get(name) or Precision(params=name)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One model under one strategy.
+
+    schedule: "gpipe", "1f1b", "default" (no order), "random" (any legal order, drawn by `seed`), or the name of a recipe, with
+    `chunks` per device where it takes them. placement: "recipe" (stages
+    of the recipes where the model has them), "chunks" (contiguous chunks per device), "v" (two groups per device, there and
+    back), "shared" (the last group's microbatches alternate between two devices) or "random" (each group and microbatch
+    anywhere). backward: "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where
+    there is an order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two
+    may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
+    stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
+    keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens too with
+    `stream`, where `gathered` keeps what the forward gathers. cp: devices that share the tokens, with this `attention` in this
+    `order`. ep: of `dp` replicas so many share experts."""
+
+    model: str
+    pp: int = 1
+    dp: int = 1
+    microbatches: int = 1
+    schedule: Schedule = "default"
+    placement: Literal["recipe", "chunks", "v", "shared", "random"] = "recipe"
+    rows: int = 2
+    optimizer: str = "sgd"
+    clip: float | None = None
+    scheduler: bool = False
+    bucket_mb: float = 25
+    shared_streams: bool = False
+    fuse: bool = True
+    recv_ahead: int = 2
+    precision: str = "float64"
+    backward: Literal["whole", "split", "mixed"] = "whole"
+    overlap: bool = False
+    seed: int = 0
+    chunks: int = 0
+    zero: int = 0
+    resident_mb: float | str = 0
+    reduced_mb: float | str = 0
+    prefetch: int = 1
+    keep: str = "all"
+    rep: int = 1
+    tp: int = 1
+    stream: str = ""
+    gathered: bool = False
+    cp: int = 1
+    attention: Literal["heads", "ring", "gather"] = "heads"
+    order: Literal["", "zigzag", "blocks"] = ""
+    ep: int = 1
+
+    def __str__(self) -> str:
+        shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
+        shown += [x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual]
+        if self.zero:
+            shown += [f"rep={self.rep}"] * (self.rep > 1)
+            shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
+        if self.tp > 1:
+            shown += [f"tp={self.tp}", *[self.stream] * bool(self.stream), *["gathered"] * self.gathered]
+        if self.cp > 1:
+            shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
+        shown += [f"ep={self.ep}"] * (self.ep > 1)
+        return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
+
+
+def job_of(c: Composition) -> Job:
+    """The job that a composition trains."""
+    case = models.case(c.model)
+    return Job(
+        model=case.model, batch=case.batch, loss=case.loss, optimizer=OPTIMIZERS[c.optimizer],
+        global_batch=c.rows * c.microbatches * c.dp, scheduler=decay if c.scheduler else None, clip_norm=c.clip,
+        precision=precision_of(c.precision),
+    )  # fmt: skip
+
+
+@functools.cache
+def captured(model: str, precision: str = "float64") -> Captured:
+    """A model's capture, once for the whole suite: the front door gets the one that the compiler's own tests use."""
+    job = job_of(Composition(model, precision=precision))
+    if precision in MIXED:
+        return capturing.captured_job(job)
+    # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
+    shared = models.captured(model) if precision == "float64" else models.captured(model, job.precision.dtype)
+    capturing._CAPTURES[capturing.capture_key(job)] = shared
+    assert capturing.captured_job(job) is shared, "the front door's key is another one now"
+    return shared
+
+
+@functools.lru_cache(maxsize=256)
+def _expected(model: str, numbers: tuple[Any, ...], steps: int) -> parity.Reference:
+    rows, microbatches, dp, optimizer, clip, scheduler, precision = numbers
+    c = Composition(
+        model,
+        dp=dp,
+        microbatches=microbatches,
+        rows=rows,
+        optimizer=optimizer,
+        clip=clip,
+        scheduler=scheduler,
+        precision=precision,
+    )
+    return parity.reference(job_of(c), replicas=dp, microbatches=microbatches, steps=steps)
+
+
+def expected(c: Composition, steps: int = parity.STEPS) -> parity.Reference:
+    """What one device computes; the same for all schedules and placements, and computed once."""
+    return _expected(c.model, (c.rows, c.microbatches, c.dp, c.optimizer, c.clip, c.scheduler, c.precision), steps)
+
+
+def strategy_of(c: Composition) -> Strategy:
+    """The mesh and directives of a composition."""
+    program = captured(c.model, c.precision).program
+    sharing: dict[str, Any] = {}
+    if c.zero:
+        shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
+        level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
+        sharing = dict(resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level)
+    if c.ep > 1:
+        sharing["over"] = ("dp", "ep")
+    data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
+    again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
+    axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
+    axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
+    experts = recipes.expert_parallel() if c.ep > 1 else ()
+    sharers = (*experts, *((shard(where(), stream=c.stream, keep=c.gathered),) if c.tp > 1 else ()))
+    if c.cp > 1:
+        sharers += (shard(where(), over="cp", index="tokens", attention=c.attention, order=c.order),)
+    return Strategy(Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes), (sharers, _pipeline(c, program), data_parallel, again))
+
+
+def compiled(c: Composition) -> Compiled:
+    """The composition through the front door."""
+    return piper.compile(job_of(c), strategy_of(c), options=Options(fuse=c.fuse, recv_ahead=c.recv_ahead))
+
+
+def code_of(c: Composition, plan: Plan) -> Any:
+    """The code of the plan's chunks, for its number of rows."""
+    return captured(c.model, c.precision).code.export([chunk.code for chunk in (*plan.chunks, *plan.variants)], plan.rows)
+
+
+def run(c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, **options: Any) -> Run:
+    """Execute a composition, or another plan for it, inline unless told otherwise."""
+    plan = plan or compiled(c).plan
+    return execute(plan, code_of(c, plan), job_of(c), **{"steps": steps, "launcher": "inline", "gradients": True, **options})
+
+
+def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
+    if c.schedule in PIPELINES:
+        more = {"chunks": c.chunks} if c.chunks else {}
+        return tuple(PIPELINES[c.schedule].make(pp=c.pp, microbatches=c.microbatches, **more))
+    if c.pp == 1 and c.schedule != "random" and c.backward == "whole":
+        return (split(where(), microbatches=c.microbatches),)
+    written_out = c.placement != "recipe" or c.schedule == "random" or c.backward != "whole"
+    if written_out or not has_stages(program, c.pp):
+        return _written_out(c, program)
+    recipe = {"gpipe": recipes.gpipe, "1f1b": recipes.one_f_one_b}.get(c.schedule, recipes.pipeline)
+    streams = (stream(where(op="send"), "sends"), stream(where(op="recv"), "receives")) if c.shared_streams else ()
+    return (*recipe(pp=c.pp, microbatches=c.microbatches), *streams)
+
+
+def has_stages(program: Program, pp: int) -> bool:
+    """Whether a recipe can cut the model into pp stages that all have a backward."""
+    if len(blocks_of(program)) < len(program.chunks):
+        return False
+    tagged = {chunk.coords.get("stage") for chunk in program.chunks}
+    if tagged == set(range(pp)):
+        return True
+    layers = layers_of(program)
+    if tagged != {None} or len(layers) < pp:
+        return False
+    stage, home = stage_of_layers(program, pp, "even"), chunk_layers(program)
+    return {stage[home[chunk.id]] for chunk in program.chunks if has_backward(chunk)} == set(range(pp))
+
+
+def has_backward(chunk: Chunk) -> bool:
+    """Whether any gradient is computed in a chunk: not if everything in it and before it is frozen."""
+    return any(not signature.empty for step, signature in chunk.steps.items() if step != "F")
+
+
+def blocks_of(program: Program) -> list[tuple[str, ...]]:
+    """The chunks in program order, those together that must share a device: from the first to the last that uses a buffer which
+    is updated."""
+    updated = {o.ref for chunk in program.chunks for o in chunk.outputs if o.kind == "buffer"}
+    blocks: list[tuple[str, ...]] = []
+    last = {name: k for k, chunk in enumerate(program.chunks) for name in updated & _buffers(chunk)}
+    until = -1
+    for k, chunk in enumerate(program.chunks):
+        blocks.append((*(blocks.pop() if k <= until else ()), chunk.id))
+        until = max([until, *(last[name] for name in updated & _buffers(chunk))])
+    return blocks
+
+
+def _buffers(chunk: Chunk) -> set[str]:
+    return {i.ref for i in chunk.inputs if i.kind == "buffer"} | {o.ref for o in chunk.outputs if o.kind == "buffer"}
+
+
+def groups_of(program: Program, count: int) -> list[tuple[str, ...]]:
+    """The chunks in `count` contiguous groups, as even as they go; fewer when the model has fewer."""
+    blocks = blocks_of(program)
+    count = min(count, len(blocks))
+    edges = [round(k * len(blocks) / count) for k in range(count + 1)]
+    return [tuple(id for block in blocks[a:b] for id in block) for a, b in pairwise(edges)]
+
+
+def _group_count(c: Composition) -> int:
+    return {"v": 2 * c.pp, "shared": c.pp - 1}.get(c.placement, c.pp)
+
+
+def _written_out(c: Composition, program: Program) -> tuple[Any, ...]:
+    """Directives without a recipe: split, place for every group, and an order per device."""
+    groups = groups_of(program, _group_count(c))
+    on = _devices(c, len(groups))
+    streams = {"send": "sends", "recv": "receives"} if c.shared_streams else {}
+    places = []
+    for g, chunks in enumerate(groups):
+        for device in sorted({on[g, i] for i in range(c.microbatches)}):
+            mine = tuple(i for i in range(c.microbatches) if on[g, i] == device)
+            places.append(place(where(chunk=chunks, mb=mine), on=dict(pp=device), **streams))
+    halves = _split_backwards(c, groups, program)
+    apart = [split_backward(where(chunk=groups[g], mb=i)) for g, i in sorted(halves)]
+    orders = []
+    sequence = _with_halves(c, _sequence(c, len(groups)), halves) if c.schedule != "default" else []
+    for device in range(c.pp):
+        tasks = [t for t in sequence if on[t[0], t[2]] == device and has_phase(program, groups[t[0]], t[1])]
+        if len(tasks) > 1:
+            orders.append(order(*_paired(c, [where(chunk=groups[g], phase=phase, mb=i) for g, phase, i in tasks])))
+    return (split(where(), microbatches=c.microbatches), *apart, *places, *orders)
+
+
+def has_phase(program: Program, chunks: tuple[str, ...], phase: Phase) -> bool:
+    """Whether any of the chunks has a node of that phase."""
+    steps = ("I", "W") if phase == "B" else (phase,)
+    return any(s in program.chunk(id).steps and not program.chunk(id).steps[s].empty for id in chunks for s in steps)
+
+
+def _split_backwards(c: Composition, groups: list[tuple[str, ...]], program: Program) -> set[tuple[int, int]]:
+    """The groups and microbatches whose backward is split."""
+    rng = Random(c.seed + 2)
+    cells = [(g, i) for g, chunks in enumerate(groups) if has_phase(program, chunks, "B") for i in range(c.microbatches)]
+    keep = {"whole": 0.0, "split": 1.0, "mixed": 0.5}[c.backward]
+    return {cell for cell in cells if rng.random() < keep}
+
+
+def _with_halves(c: Composition, tasks: list[Task], halves: set[tuple[int, int]]) -> list[Task]:
+    """The tasks with I in the place of a split B, and W somewhere after it."""
+    rng = Random(c.seed + 3)
+    out: list[Task] = []
+    waiting: list[tuple[int, Task]] = []
+    for at, (g, phase, i) in enumerate(tasks):
+        half = phase == "B" and (g, i) in halves
+        out.append((g, "I" if half else phase, i))
+        if half:
+            waiting.append((at + (rng.randrange(len(tasks)) if c.schedule == "random" else 2), (g, "W", i)))
+        out += [task for due, task in waiting if due <= at]
+        waiting = [(due, task) for due, task in waiting if due > at]
+    return out + [task for _, task in waiting]
+
+
+def _paired(c: Composition, items: list[Where]) -> list[Any]:
+    """The items of an order; with `overlap` every other pair of neighbours is one item."""
+    if not c.overlap:
+        return list(items)
+    out: list[Any] = []
+    for k in range(0, len(items), 3):
+        out += [overlap(*items[k : k + 2]), *items[k + 2 : k + 3]] if k + 1 < len(items) else items[k:]
+    return out
+
+
+def _devices(c: Composition, groups: int) -> dict[tuple[int, int], int]:
+    """(group, microbatch) -> device; every device gets something."""
+    cells = [(g, i) for g in range(groups) for i in range(c.microbatches)]
+    match c.placement:
+        case "v":
+            return {(g, i): min(g, 2 * c.pp - 1 - g) for g, i in cells}
+        case "shared":
+            return {(g, i): c.pp - 1 if g == groups - 1 and i % 2 else g for g, i in cells}
+        case "random":
+            return _random_devices(c, cells)
+        case _:
+            return {(g, i): g for g, i in cells}
+
+
+def _random_devices(c: Composition, cells: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    rng = Random(c.seed)
+    if models.case(c.model).buffers:  # a chunk that updates a buffer runs on one device
+        groups = list(dict.fromkeys(g for g, _ in cells))
+        rng.shuffle(groups)
+        home = {g: k if k < c.pp else rng.randrange(c.pp) for k, g in enumerate(groups)}
+        return {(g, i): home[g] for g, i in cells}
+    shuffled = rng.sample(cells, len(cells))
+    return {cell: k if k < c.pp else rng.randrange(c.pp) for k, cell in enumerate(shuffled)}
+
+
+def _sequence(c: Composition, groups: int) -> list[Task]:
+    """A global order of all tasks that respects the data: F along the groups, B against them, F before B."""
+    m = c.microbatches
+    if c.schedule == "gpipe":
+        forward: list[Task] = [(g, "F", i) for i in range(m) for g in range(groups)]
+        return forward + [(g, "B", i) for i in range(m) for g in reversed(range(groups))]
+    rng = Random(c.seed + 1)
+    left: dict[int, list[Task]] = {
+        i: [*((g, "F", i) for g in range(groups)), *((g, "B", i) for g in reversed(range(groups)))] for i in range(m)
+    }
+    out: list[Task] = []
+    while left:
+        i = rng.choice(sorted(left)) if c.schedule == "random" else _next_1f1b(left, groups)
+        group, phase, _ = left[i][0]
+        if phase == "F" and models.case(c.model).buffers:  # buffers are updated in the order of microbatches
+            i = min(k for k, tasks in left.items() if k <= i and tasks[0][1] == "F" and tasks[0][0] <= group)
+        out.append(left[i].pop(0))
+        if not left[i]:
+            del left[i]
+    return out
+
+
+def fitted(c: Composition) -> Composition:
+    """The composition on as many devices as its model can fill."""
+    program = captured(c.model, c.precision).program
+    updates_buffers = models.case(c.model).buffers
+    if c.schedule == "dualpipe" and updates_buffers:  # it runs each stage on two devices, whose copies would differ
+        c = replace(c, schedule="random")
+    if c.schedule in PIPELINES:
+        stages = [pp for pp in (c.pp, 2) if not (c.schedule == "dualpipe" and pp % 2) and has_stages(program, pp * chunks_of(c))]
+        if stages:
+            dp = 1 if c.model == "buffers" else c.dp
+            return replace(c, pp=stages[0], dp=dp, placement="recipe", backward="whole", overlap=False)
+        c = replace(c, schedule="random")
+    blocks = len(blocks_of(program))
+    if c.model == "buffers":  # its running mean would differ between replicas
+        c = replace(c, dp=1)
+    if c.placement == "shared" and (c.microbatches < 2 or c.pp < 2 or updates_buffers):
+        c = replace(c, placement="chunks")
+    cells = min(blocks, c.pp) * (1 if updates_buffers else c.microbatches)
+    c = replace(c, pp=max(1, min(c.pp, {"v": blocks // 2, "shared": blocks + 1, "random": cells}.get(c.placement, blocks))))
+    return replace(c, schedule="default") if c.pp == 1 and c.schedule in ("gpipe", "1f1b") else c
+
+
+PIPELINES = {name: r for name, r in recipes.RECIPES.items() if name not in ("gpipe", "one_f_one_b")}
+"""The recipes that a composition names by their own name."""
+
+
+def chunks_of(c: Composition) -> int:
+    """Chunks per device of a recipe."""
+    default = (PIPELINES[c.schedule].make.__kwdefaults__ or {}).get("chunks")
+    if default is not None:
+        return c.chunks or int(default)
+    return 2 if c.schedule in ("zbv", "dualpipe_v", "v_half", "v_min") else 1
+
+
+def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
+    """The microbatch to go on with: a forward that has begun; a new forward while fewer than `groups` are in flight; else the
+    oldest backward."""
+    begun = [i for i, tasks in left.items() if len(tasks) < 2 * groups]
+    new = [i for i in left if i not in begun]
+    forward = [i for i in begun if left[i][0][1] == "F"]
+    if forward:
+        return forward[0]
+    return new[0] if new and len(begun) < groups else begun[0]

@@ -1,0 +1,1 @@
+"""Whatever strategy: the numbers of one device in plain PyTorch."""

@@ -1,0 +1,144 @@
+"""Devices that share the experts of a mixture compute what one device computes, under any schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+import piper
+from piper import ANY, Mesh, recipes, where
+from piper_compiler import Strategy
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Collective
+from piper_runtime import Job
+from piper_runtime.launch.processes.processes import Pool
+from tests.helpers import compositions, parity, shared_jobs
+from tests.predictions.test_memory_truth import lies
+
+EXPERTS = piper.shard(where(experts=ANY), over="ep", index="experts", stream="rows", channel="ep", sms=0)
+HEADS = piper.shard(where(), over="tp")
+TOKENS = piper.shard(where(), over="tp", stream="tokens")
+INPUTS = piper.recompute(where(), keep="inputs")
+
+
+def rows(zero: int = 0) -> tuple[Any, ...]:
+    return recipes.data_parallel(over=("dp", "ep"), zero=zero)
+
+
+CASES: dict[str, tuple[Mesh, list[Any]]] = {
+    "two": (Mesh(ep=2), [rows()]),
+    "four, zero 3": (Mesh(ep=4), [rows(zero=3)]),
+    "dp, zero 1": (Mesh(dp=2, ep=2), [rows(zero=1)]),
+    "two stages": (Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()]),
+    "1f1b, dp, recompute": (Mesh(dp=2, ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows(), INPUTS]),
+    "zbv, zero 3": (Mesh(ep=2, pp=2), [recipes.zbv(pp=2, microbatches=4), rows(zero=3)]),
+    "dualpipe, four": (Mesh(ep=4, pp=2), [recipes.dualpipe(pp=2, microbatches=2), rows()]),
+    "dualpipe_v, recompute": (Mesh(ep=2, pp=2), [recipes.dualpipe_v(pp=2, microbatches=4), rows(zero=1), INPUTS]),
+    "heads": (Mesh(ep=2, tp=2), [HEADS, rows()]),
+    "tokens over cp": (Mesh(ep=2, cp=2), [piper.shard(where(), over="cp", index="tokens"), rows()]),
+    "groups of layers made again": (
+        Mesh(ep=2, pp=2),
+        [recipes.one_f_one_b(pp=2, microbatches=2), rows(), piper.recompute(where(layer=ANY), keep="inputs", group=2)],
+    ),
+    "states shared along dp": (Mesh(dp=2, ep=2), [piper.replicate(where(), ("dp", "ep"), shard=dict(optim=("dp",)))]),
+    "heads and tokens, 1f1b": (Mesh(ep=2, tp=2, pp=2), [TOKENS, recipes.one_f_one_b(pp=2, microbatches=2), rows(zero=3)]),
+}
+
+
+def compiled(mesh: Mesh, directives: list[Any]) -> Any:
+    return piper.compile(shared_jobs.job("experts"), Strategy(mesh, [EXPERTS, *directives]))
+
+
+def assert_right(made: Any, **more: Any) -> None:
+    found = shared_jobs.run(made, **more)
+    shared_jobs.assert_equal("experts", made, found)
+    assert not lies(made.plan, found.memory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shared_experts_are_one_device(case: str) -> None:
+    assert_right(compiled(*CASES[case]))
+
+
+@cache
+def job(optimizer: str) -> Job:
+    """A job with rows for eight replicas and four microbatches."""
+    made = replace(shared_jobs.job("experts"), global_batch=32)
+    return made if optimizer == "adamw" else replace(made, optimizer=compositions.sgd, clip_norm=None)
+
+
+@cache
+def expected(optimizer: str, replicas: int) -> parity.Reference:
+    return parity.reference(job(optimizer), replicas=replicas, microbatches=4)
+
+
+SCHEDULES: dict[str, tuple[Any, ...]] = {
+    "one stage": (piper.split(where(), microbatches=4),),
+    "1f1b": recipes.one_f_one_b(pp=2, microbatches=4),
+    "zbv": recipes.zbv(pp=2, microbatches=4),
+    "dualpipe": recipes.dualpipe(pp=2, microbatches=4),
+    "dualpipe_v": recipes.dualpipe_v(pp=2, microbatches=4),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ep", "dp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_every_composition_is_one_device(ep: int, dp: int, schedule: str, zero: int, again: bool, tp: int) -> None:
+    mesh = Mesh(pp=1 if schedule == "one stage" else 2, dp=dp, ep=ep, tp=tp)
+    directives = [EXPERTS, *[TOKENS] * (tp > 1), *SCHEDULES[schedule], rows(zero), *[INPUTS] * again]
+    optimizer = "sgd" if again and tp == 1 else "adamw"
+    made = piper.compile(job(optimizer), Strategy(mesh, directives))
+    found = shared_jobs.run(made)
+    parity.assert_parity(found, expected(optimizer, ep * dp))
+    assert not lies(made.plan, found.memory)
+
+
+def exchanges(plan: Plan) -> list[tuple[str, int]]:
+    """The chunk of each value that is exchanged in the program of the first role, with the microbatch."""
+    parts = (part for instr in plan.roles[0].program for part in instr.parts)
+    moved = (p for p in parts if isinstance(p.op, Collective) and p.op.kind == "all_to_all")
+    return [(p.reads[0].split(":")[0], p.mb) for p in moved]
+
+
+def test_a_layer_exchanges_twice_in_each_direction() -> None:
+    plan = compiled(Mesh(ep=2), [rows()]).plan
+    found = [chunk for chunk, _ in exchanges(plan) if chunk.startswith("layer1")]
+    assert found == ["layer1", "layer1_experts0", "layer1.1", "layer1_experts0"]
+    (channel,) = (c for c in plan.channels if c.purpose == "expert")
+    assert (channel.over, channel.streams, channel.sms) == (("ep",), ("ep",), (0,))
+
+
+def test_gradients_of_experts_are_summed_over_dp_alone() -> None:
+    plan = compiled(Mesh(dp=2, ep=2), [rows()]).plan
+    for bucket in plan.buckets:
+        experts = any(name.endswith((".gate", ".up", ".down")) for name in bucket.params)
+        assert (bucket.over, bucket.parts) == ((("dp",), ("ep",)) if experts else (("ep", "dp"), ()))
+
+
+def test_a_program_without_shared_experts_is_not_cut() -> None:
+    made = piper.compile(shared_jobs.job("experts"), Strategy(Mesh(dp=2), recipes.data_parallel()))
+    assert [c.id for c in made.plan.chunks] == ["root", "layer0", "layer1", "layer2", "layer3", "root.1"]
+
+
+def test_what_crosses_is_not_repeated() -> None:
+    """The place of a choice is needed once for each element of its token; it crosses once."""
+    plan = compiled(Mesh(ep=2), [rows()]).plan
+    home = next(c for c in plan.chunks if c.id == "layer1")
+    assert [o.spec.shape for o in home.outputs if o.kind == "value" and o.spec.dtype == "int64"] == [(4, 16)]
+
+
+@pytest.mark.parametrize("case", ["dp, zero 1", "two stages"])
+def test_in_processes(case: str, pool: Pool) -> None:
+    assert_right(compiled(*CASES[case]), launcher="processes", pool=pool)
+
+
+def test_the_recipe_is_the_directive() -> None:
+    (made,) = recipes.expert_parallel(channel="ep", sms=0)
+    assert made == EXPERTS

@@ -1,0 +1,170 @@
+"""Every optimizer moves the parameters on the CPU as plain PyTorch does, in every dtype: a kernel may be wrong in one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import piper
+from piper import Job, Mesh, Precision, Strategy
+from piper.api.reference.reference import reference
+from piper_ir.ground.errors import JobError, PiperWarning
+from piper_runtime.rank.optimizers import fused
+
+Named = list[tuple[str, nn.Parameter]]
+WIDTH, ROWS, STEPS = 32, 4, 3
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1}
+"""Relative to how far a parameter moves. A kernel that does nothing for whole vectors is off by 0.8."""
+
+
+class Small(nn.Module):
+    """A weight of many whole vectors, a bias, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * self.gain
+        return out
+
+
+def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rows.start)
+    return torch.randn(len(rows), WIDTH, generator=generator), torch.randn(len(rows), WIDTH, generator=generator)
+
+
+def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).square().mean()
+
+
+def job(optimizer: Callable[[Named], Optimizer], dtype: str) -> Job:
+    return Job(model=Small, batch=batch, loss=loss, optimizer=optimizer, global_batch=ROWS, precision=Precision(params=dtype))
+
+
+def of(kind: type[Optimizer], **options: Any) -> Callable[[Named], Optimizer]:
+    return lambda named: kind([p for _, p in named], **{"lr": 0.05, **options})  # type: ignore[call-arg]  # every optimizer takes lr
+
+
+OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
+    "sgd": of(SGD),
+    "momentum": of(SGD, momentum=0.9),
+    "nesterov": of(SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd, fused": of(SGD, fused=True),
+    "adam": of(Adam),
+    "adam, foreach": of(Adam, foreach=True),
+    "amsgrad": of(Adam, amsgrad=True, weight_decay=0.1),
+    "adamw": of(AdamW),
+    "adagrad": of(torch.optim.Adagrad),
+    "rmsprop": of(torch.optim.RMSprop),
+    "nadam": of(torch.optim.NAdam),
+    "radam": of(torch.optim.RAdam),
+    "adamax": of(torch.optim.Adamax),
+    "adadelta": of(torch.optim.Adadelta, lr=1.0, eps=1e-3),
+    "asgd": of(torch.optim.ASGD, weight_decay=0.1),
+    "rprop": of(torch.optim.Rprop),
+    "adafactor": of(torch.optim.Adafactor),
+}
+
+
+def moved(state: Any, optimizer: Callable[[Named], Optimizer], dtype: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    start = Small().to(getattr(torch, dtype)).state_dict()
+    return {n: state[n].double() - t.double() for n, t in start.items()}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:torch's fused SGD")
+def test_parameters_move_as_in_plain_pytorch(name: str, dtype: str) -> None:
+    trained = job(OPTIMIZERS[name], dtype)
+    run = piper.execute(piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
+    # Plain PyTorch is asked for no fused kernel, as it takes none on the CPU by itself.
+    plain = job(OPTIMIZERS[name.removesuffix(", fused")], dtype)
+    wanted = moved(reference(plain, steps=STEPS).state_dict, OPTIMIZERS[name], dtype)
+    for parameter, step in moved(run.state_dict(), OPTIMIZERS[name], dtype).items():
+        assert step.any(), f"{parameter} has not moved"
+        assert float((step - wanted[parameter]).norm()) <= TOLERANCE[dtype] * float(wanted[parameter].norm()), parameter
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_holds_what_was_planned(name: str) -> None:
+    compiled = piper.compile(job(OPTIMIZERS[name], "float32"), Strategy(Mesh()))
+    run = piper.execute(compiled, steps=STEPS, launcher="inline")
+    assert run.peak_bytes == {0: compiled.plan.roles[0].peak_bytes}
+
+
+def no_step(kind: type[Optimizer], options: Any, dtype: torch.dtype, device: torch.device) -> str:
+    return "differs from the plain one on cpu"
+
+
+@pytest.mark.parametrize("optimizer", [of(SGD, weight_decay=0.1, momentum=0.9), of(AdamW)])
+def test_the_plan_counts_what_the_plain_kernel_holds(
+    optimizer: Callable[[Named], Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_said", set())
+    monkeypatch.setattr(fused, "_try", no_step)
+    with pytest.warns(PiperWarning, match=r"torch's fused (SGD|AdamW) differs .* in float32, so the plain one is used"):
+        compiled = piper.compile(job(optimizer, "float32"), Strategy(Mesh()))
+    role = compiled.plan.roles[0]
+    assert role.peak_by_category.get("workspace", 0) >= WIDTH * WIDTH * 4
+    assert piper.execute(compiled, steps=STEPS, launcher="inline").peak_bytes == {0: role.peak_bytes}
+
+
+def test_kernels_are_tried_once_and_a_failure_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[torch.dtype] = []
+
+    def spy(kind: type[Optimizer], options: Any, dtype: torch.dtype, device: torch.device) -> str:
+        tries.append(dtype)
+        return no_step(kind, options, dtype, device)
+
+    monkeypatch.setattr(fused, "_tried", {})
+    monkeypatch.setattr(fused, "_said", set())
+    monkeypatch.setattr(fused, "_try", spy)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            compiled = piper.compile(job(of(SGD), "float32"), Strategy(Mesh()))
+            piper.execute(compiled, steps=1, launcher="inline", memory=False)
+    assert tries == [torch.float32]
+    assert [str(w.message).partition(" differs")[0] for w in said] == ["torch's fused SGD"]
+
+
+def resumed(kind: type[Optimizer]) -> Callable[[Named], Optimizer]:
+    """An optimizer that goes on from the state that it has after a step."""
+    model = Small().double()
+    before = of(kind)(list(model.named_parameters()))
+    loss(model(batch(9, range(ROWS))[0].double()), torch.zeros(ROWS, WIDTH)).backward()
+    before.step()
+
+    def function(named: Named) -> Optimizer:
+        optimizer = of(kind)(named)
+        optimizer.load_state_dict(deepcopy(before.state_dict()))  # torch takes its tensors as they are
+        return optimizer
+
+    return function
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_loaded_state_that_would_be_dropped_is_refused(kind: type[Optimizer]) -> None:
+    with pytest.raises(JobError, match=f"Job.optimizer returned {kind.__name__} with state that it has loaded"):
+        piper.compile(job(resumed(kind), "float64"), Strategy(Mesh()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_loaded_state_of_other_optimizers_counts(kind: type[Optimizer]) -> None:
+    trained = job(resumed(kind), "float64")
+    run = piper.execute(piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
+    wanted, fresh = reference(trained, steps=STEPS), reference(job(of(kind), "float64"), steps=STEPS)
+    assert not torch.allclose(wanted.parameters["layer.weight"], fresh.parameters["layer.weight"])
+    for name, parameter in wanted.parameters.items():
+        assert torch.allclose(run.state_dict()[name], parameter, rtol=1e-9), name

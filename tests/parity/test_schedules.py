@@ -1,0 +1,71 @@
+"""Every recipe trains what one device trains: two and four devices, several chunks per device, weights tied across them and a
+skip over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from piper_compiler import recipes
+from piper_ir.program.ops import Compute
+from piper_ir.verify import verify
+from piper_runtime.launch.ground.result import Run
+from piper_runtime.launch.processes.processes import Pool
+from tests.helpers import compositions, parity
+from tests.helpers.compositions import Composition
+
+CHUNKED = {name for name, r in recipes.RECIPES.items() if "chunks" in r.make.__annotations__}
+TWO_PER_DEVICE = {"dualpipe", "dualpipe_v", "zbv"}
+"""Their steady state begins at that many microbatches."""
+
+
+def case(name: str, pp: int, microbatches: int = 0, chunks: int = 2) -> Composition:
+    m = microbatches or (8 if pp == 4 and name in TWO_PER_DEVICE else 4)
+    more = {"chunks": min(chunks, 2) if name == "zero_bubble" else chunks} if name in CHUNKED else {}
+    name = {"one_f_one_b": "1f1b"}.get(name, name)
+    return Composition("deep", pp, 1, m, name, optimizer="adamw", clip=0.05, bucket_mb=0.003, **more)
+
+
+def judge(c: Composition, pool: Pool | None = None) -> Run:
+    plan = compositions.compiled(c).plan
+    verify(plan)
+    options = {"launcher": "processes", "pool": pool} if pool is not None else {}
+    run = compositions.run(c, plan, **options)
+    parity.assert_parity(run, compositions.expected(c), label=repr(c))
+    return run
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(sorted(recipes.RECIPES)), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+def test_inline(name: str, pp: int, chunks: int, microbatches: int) -> None:
+    """Any numbers that the model's eight layers allow, few and odd numbers of microbatches among them."""
+    pp += pp % 2 if name == "dualpipe" else 0
+    judge(case(name, pp, microbatches, min(chunks, 8 // pp)))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_over_gloo(name: str, pp: int, pool: Pool) -> None:
+    judge(case(name, pp), pool)
+
+
+def test_both_copies_of_a_two_way_pipeline_stay_equal_to_the_bit() -> None:
+    """Every stage of DualPipe is on two devices; each adds the gradients of its microbatches, and they are summed."""
+    c = case("dualpipe", 4)
+    plan = compositions.compiled(c).plan
+    homes: dict[str, set[str]] = {}
+    for role, _, instr in plan.instructions():
+        for part in instr.parts:
+            if isinstance(part.op, Compute):
+                homes.setdefault(part.op.chunk, set()).add(role.role)
+    assert all(len(roles) == 2 for roles in homes.values()), homes
+    run = judge(c)
+    pairs = 0
+    for a in range(4):
+        for b in range(a):
+            for name in run.rank_states[a].keys() & run.rank_states[b].keys():
+                assert torch.equal(run.rank_states[a][name], run.rank_states[b][name]), (name, a, b)
+                pairs += 1
+    assert pairs >= len(run.state_dict()) - 1  # the tied head has one name more

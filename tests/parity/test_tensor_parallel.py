@@ -1,0 +1,197 @@
+"""Devices that share the work of chunks compute what one device computes: tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import piper
+from piper import Mesh, recipes
+from piper.api.compiling.compiling import Compiled
+from piper_compiler import Strategy
+from piper_ir.ground.errors import DirectiveError, PlanError
+from piper_ir.ground.select import where
+from piper_ir.program.layout import DimPart
+from piper_ir.verify import verify
+from piper_runtime import Checkpoints
+from piper_runtime.launch.processes.processes import Pool
+from tests.helpers import parity, shared_jobs
+from tests.predictions.test_memory_truth import lies
+
+STREAMS = ("", "tokens")
+COMPOSED: dict[str, tuple[Mesh, list[Any]]] = {
+    "1f1b": (Mesh(tp=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=4)]),
+    "zbv": (Mesh(tp=2, pp=2), [recipes.zbv(pp=2, microbatches=4)]),
+    "dualpipe_v": (Mesh(tp=2, pp=2), [recipes.dualpipe_v(pp=2, microbatches=4)]),
+    "zero1": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=1)]),
+    "zero3": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=3)]),
+    "recompute": (Mesh(tp=2), [piper.recompute(where(layer=piper.ANY), keep="inputs")]),
+    "all": (
+        Mesh(tp=2, pp=2, dp=2),
+        [recipes.zbv(pp=2, microbatches=2), recipes.data_parallel(zero=3), piper.recompute(where(layer=1), keep="products")],
+    ),
+}
+
+
+def in_twos(name: str, mesh: Mesh, stream: str, directives: Sequence[Any] = ()) -> Compiled:
+    return shared_jobs.in_twos(name, mesh, [piper.shard(where(), stream=stream), *directives])
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("name", ["llama", "gpt", "gpt_dropout", "frozen", "keywords", "branches", "slices", "buffers"])
+def test_two_devices_are_one(name: str, stream: str) -> None:
+    """Weights follow the heads and hidden elements that are shared; what has none is computed whole."""
+    made = in_twos(name, Mesh(tp=2), stream)
+    found = shared_jobs.run(made)
+    shared_jobs.assert_equal(name, made, found)
+    assert not lies(made.plan, found.memory)
+
+
+@pytest.mark.parametrize(
+    ("tp", "stream"),
+    [(4, ""), (8, "tokens"), pytest.param(4, "tokens", marks=pytest.mark.long), pytest.param(8, "", marks=pytest.mark.long)],
+)
+def test_fewer_heads_of_keys_than_devices(tp: int, stream: str) -> None:
+    """Two heads of keys on eight devices: four devices share each, with the groups of its queries."""
+    made = in_twos("few_kv_heads", Mesh(tp=tp), stream)
+    found = shared_jobs.run(made)
+    shared_jobs.assert_equal("few_kv_heads", made, found)
+    assert not lies(made.plan, found.memory)
+    assert [n for _, n in made.program.axes] == [2, tp // 2]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("composed", COMPOSED)
+def test_it_composes(composed: str, stream: str) -> None:
+    mesh, directives = COMPOSED[composed]
+    made = in_twos("llama", mesh, stream, directives)
+    found = shared_jobs.run(made)
+    shared_jobs.assert_equal("llama", made, found)
+    assert not lies(made.plan, found.memory)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_in_processes(pool: Pool, stream: str) -> None:
+    """The collectives inside of steps go over gloo, beside the messages of a pipeline."""
+    made = shared_jobs.compiled("gpt", Mesh(tp=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=4)], stream=stream)
+    found = shared_jobs.run(made, launcher="processes", pool=pool)
+    shared_jobs.assert_equal("gpt", made, found)
+    assert not lies(made.plan, found.memory)
+
+
+def counted(made: Any) -> dict[str, Counter[str]]:
+    """The collectives of a layer's steps, by step."""
+    chunk = next(c for c in made.plan.chunks if c.id == "layer1")
+    return {step: Counter(c.kind for c in sig.collectives) for step, sig in chunk.steps.items()}
+
+
+def test_a_layer_has_the_collectives_of_megatron() -> None:
+    """Shoeybi et al. (arXiv 1909.08053): two all-reduces in forward and in backward. With sequence parallelism each is a
+    gather and a reduce-scatter (Korthikanti et al., arXiv 2205.05198), and what W reads is gathered again or kept."""
+    whole = counted(shared_jobs.compiled("llama", Mesh(tp=2), []))
+    assert whole == {"F": Counter(all_reduce=2), "I": Counter(all_reduce=2), "W": Counter()}
+    tokens = counted(shared_jobs.compiled("llama", Mesh(tp=2), [], stream="tokens"))
+    both = Counter(all_gather=2, reduce_scatter=2)
+    assert tokens == {"F": both, "I": both, "W": Counter(all_gather=2)}
+    kept = counted(shared_jobs.compiled("llama", Mesh(tp=2), [], stream="tokens", keep=True))
+    assert kept == {"F": both, "I": both, "W": Counter()}
+
+
+def test_fused_weights_lie_as_their_parts_do() -> None:
+    """The heads of queries, keys and values are each in one third of the rows."""
+    made = shared_jobs.compiled("gpt", Mesh(tp=2), [])
+    layouts = {p.name: p.layout for p in made.plan.params}
+    assert layouts["layers.0.qkv.weight"] == (DimPart("tp", 0, outer=3),)
+    assert layouts["layers.0.out.weight"] == (DimPart("tp", 1),)
+    assert layouts["layers.0.norm1.weight"] == ()
+
+
+def broken(made: Any, **changes: Any) -> Any:
+    """The same with other facts of one parameter in its plan and program."""
+    params = tuple(replace(p, **changes) if p.name == "layers.0.qkv.weight" else p for p in made.plan.params)
+    program = replace(made.program, params=params)
+    return replace(made, program=program, plan=replace(made.plan, params=params, program_key=program.key))
+
+
+def test_a_wrong_layout_is_seen() -> None:
+    """Without the outer factor the first device would have queries and half of the keys."""
+    made = broken(in_twos("gpt", Mesh(tp=2), ""), layout=(DimPart("tp", 0),))
+    found = shared_jobs.run(made)
+    wrong = parity.differences(parity.RunOutcome.of(found), shared_jobs.expected("gpt", 1, 1, 2))
+    assert any("qkv" in d.name for d in wrong)
+
+
+def test_a_sum_that_nobody_adds_is_refused() -> None:
+    """The gradients of norms are terms of a sum where tokens are shared."""
+    made = shared_jobs.compiled("gpt", Mesh(tp=2), [], stream="tokens")
+    buckets = tuple(replace(b, over=(), channel="") if b.over else b for b in made.plan.buckets)
+    with pytest.raises(PlanError, match="make terms of its gradients, and it does not add them"):
+        verify(replace(made.plan, buckets=buckets))
+
+
+@pytest.mark.parametrize(
+    ("directives", "message"),
+    [
+        ([piper.split(where(), microbatches=2), piper.shard(where())], "another directive stands before it"),
+        ([piper.shard(where(), over="xp")], "over='xp'"),
+        ([piper.shard(where(), stream="columns")], 'stream=\'columns\'; "", "tokens" or "rows" is accepted'),
+    ],
+)
+def test_what_is_not_legal_is_said(directives: list[Any], message: str) -> None:
+    with pytest.raises(DirectiveError, match=message):
+        piper.compile(shared_jobs.job("llama"), Strategy(Mesh(tp=2), directives))
+
+
+def test_tokens_that_do_not_divide_are_named() -> None:
+    with pytest.raises(DirectiveError, match=r"shard: 8 tokens cannot be shared by 3 devices \(tp=3\); 2 can"):
+        shared_jobs.compiled("llama", Mesh(tp=3), [], stream="tokens")
+
+
+def test_an_opaque_region_is_computed_whole() -> None:
+    """With shared tokens it would lack some of them, and says so."""
+    made = in_twos("opaque", Mesh(tp=2), "")
+    shared_jobs.assert_equal("opaque", made, shared_jobs.run(made))
+    with pytest.raises(DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"):
+        shared_jobs.compiled("opaque", Mesh(tp=2), [], stream="tokens")
+
+
+def test_a_program_without_code_is_refused() -> None:
+    program = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0)
+    with pytest.raises(DirectiveError, match="the program has no code that could be rewritten"):
+        piper.compile(program, Strategy(Mesh(tp=2), [piper.shard(where())]))
+
+
+SAVED: dict[str, tuple[Mesh, list[Any], str]] = {
+    "one device": (Mesh(), [], ""),
+    "tp2": (Mesh(tp=2), [], ""),
+    "tp4": (Mesh(tp=4), [], "tokens"),
+    "tp2 x dp2, zero 3": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=3)], "tokens"),
+}
+
+
+def saved_job(name: str) -> Any:
+    """How a strategy of `SAVED` is compiled, for batches of two rows; without shard for one device."""
+    mesh, directives, stream = SAVED[name]
+    if mesh.size("tp") == 1:
+        return piper.compile(shared_jobs.job("gpt", 2), Strategy(mesh, directives))
+    return shared_jobs.compiled("gpt", mesh, directives, stream=stream, rows=2)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_checkpoints_know_no_devices(every: bool, tmp_path: Path) -> None:
+    """Fused weights too: each strategy goes on from the checkpoint of the next one, or of all others."""
+    plans = {name: saved_job(name) for name in SAVED}
+    whole = {n: shared_jobs.run(made, checkpoint=Checkpoints(tmp_path / n, every=2)) for n, made in plans.items()}
+    wanted = whole["one device"].state_dict()
+    following = dict(zip(SAVED, [*SAVED][1:] + [*SAVED][:1], strict=True))
+    for name, made in plans.items():
+        for other in SAVED if every else [following[name]]:
+            found = shared_jobs.run(made, steps=1, resume=tmp_path / other / "step-00000002")
+            assert found.losses == pytest.approx(whole["one device"].losses[2:], rel=1e-9)
+            for key, tensor in found.state_dict().items():
+                assert (tensor - wanted[key]).norm() <= 1e-9 * wanted[key].norm(), f"{other} resumed as {name}: {key}"

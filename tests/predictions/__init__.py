@@ -1,0 +1,1 @@
+"""What is said before a run: time, memory, explanations, searches."""

@@ -1,0 +1,1 @@
+"""What runs write, and the reports that read it."""

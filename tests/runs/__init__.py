@@ -1,0 +1,1 @@
+"""What stands around training: executors, recovery, resuming, profiling, CUDA."""
